@@ -1,0 +1,371 @@
+#include "machine_limits.h"
+
+
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+
+namespace pycomm::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void pin(int index) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  sched_getaffinity(0, sizeof allowed, &allowed);
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &allowed) || index-- > 0) continue;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    sched_setaffinity(0, sizeof one, &one);
+    return;
+  }
+}
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Anonymous memory that a forked child shares.
+struct Shared {
+  explicit Shared(std::uint64_t size) : bytes(size) {
+    data = static_cast<char*>(
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    std::memset(data, 1, bytes);
+  }
+  ~Shared() { munmap(data, bytes); }
+  Shared(const Shared&) = delete;
+  char* data;
+  std::uint64_t bytes;
+};
+
+struct Flags {
+  alignas(128) std::atomic<std::uint64_t> word[2][16];  // word[i][0]: two lines apart
+  alignas(128) double result[2];
+  alignas(128) pid_t pids[2];
+  std::uintptr_t address[2];
+
+  void exchange(int me, std::uint64_t round) {
+    word[me][0].store(round, std::memory_order_release);
+    while (word[1 - me][0].load(std::memory_order_acquire) < round) pause_cpu();
+  }
+};
+
+// Runs body(me, flags) in two pinned processes and returns the slower one's result.
+double in_two(const std::function<double(int, Flags&)>& body) {
+  Shared memory(sizeof(Flags));
+  std::memset(memory.data, 0, sizeof(Flags));
+  auto& flags = *reinterpret_cast<Flags*>(memory.data);
+  const pid_t child = fork();
+  if (child == 0) {
+    pin(1);
+    flags.result[1] = body(1, flags);
+    _exit(0);
+  }
+  cpu_set_t before;
+  sched_getaffinity(0, sizeof before, &before);
+  pin(0);
+  flags.result[0] = body(0, flags);
+  waitpid(child, nullptr, 0);
+  sched_setaffinity(0, sizeof before, &before);
+  return std::max(flags.result[0], flags.result[1]);
+}
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+                   values.end());
+  return values[values.size() / 2];
+}
+
+int rounds_for(std::uint64_t bytes) {
+  return static_cast<int>(std::clamp<std::uint64_t>((std::uint64_t{1} << 28) / bytes, 5, 2000));
+}
+
+float* touched_floats(std::uint64_t bytes) {
+  auto* data = static_cast<float*>(aligned_alloc(4096, bytes));
+  for (std::uint64_t i = 0; i < bytes / sizeof(float); ++i) data[i] = 1.0f;
+  return data;
+}
+
+__attribute__((target_clones("avx512f", "avx2", "default"))) void add_into(
+    float* __restrict a, const float* __restrict b, std::uint64_t count) {
+  for (std::uint64_t i = 0; i < count; ++i) a[i] += b[i];
+}
+
+__attribute__((target_clones("avx512f", "avx2", "default"))) void add_both(
+    float* __restrict a, float* __restrict b, std::uint64_t count) {
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const float sum = a[i] + b[i];
+    a[i] = sum;
+    b[i] = sum;
+  }
+}
+
+__attribute__((target_clones("avx512f", "avx2", "default"))) std::uint64_t sum_of(
+    const std::uint64_t* data, std::uint64_t count) {
+  std::uint64_t sum = 0;
+  for (std::uint64_t i = 0; i < count; ++i) sum += data[i];
+  return sum;
+}
+
+// Median seconds of `work` over rounds, both processes starting each round together.
+double timed_rounds(Flags& flags, int me, int num_rounds, bool together,
+                    const std::function<void(int)>& work) {
+  std::vector<double> times;
+  for (int round = 1; round <= num_rounds; ++round) {
+    if (together) flags.exchange(me, static_cast<std::uint64_t>(round));
+    const auto start = Clock::now();
+    work(round);
+    times.push_back(seconds_since(start));
+  }
+  return median(times);
+}
+
+double paired(std::uint64_t bytes, int num_processes,
+              const std::function<void(float*, float*)>& work) {
+  const double seconds = in_two([&](int me, Flags& flags) {
+    if (me >= num_processes) return 0.0;
+    float* a = touched_floats(bytes);
+    float* b = touched_floats(bytes);
+    const double s = timed_rounds(flags, me, rounds_for(bytes), num_processes == 2,
+                                  [&](int) { work(a, b); });
+    free(a);
+    free(b);
+    return s;
+  });
+  return static_cast<double>(bytes) / seconds;
+}
+
+}  // namespace
+
+double flag_exchange_ns(int num_rounds) {
+  return in_two([num_rounds](int me, Flags& flags) {
+           std::vector<double> batches;
+           constexpr int kBatch = 100;
+           std::uint64_t round = 0;
+           for (int done = 0; done < num_rounds; done += kBatch) {
+             const auto start = Clock::now();
+             for (int i = 0; i < kBatch; ++i) flags.exchange(me, ++round);
+             batches.push_back(seconds_since(start) / kBatch);
+           }
+           return median(batches);
+         }) *
+         1e9;
+}
+
+double copy_bytes_per_s(std::uint64_t bytes, int num_processes) {
+  return paired(bytes, num_processes,
+                [bytes](float* a, float* b) { std::memcpy(a, b, bytes); });
+}
+
+double add_bytes_per_s(std::uint64_t bytes, int num_processes) {
+  return paired(bytes, num_processes,
+                [bytes](float* a, float* b) { add_into(a, b, bytes / sizeof(float)); });
+}
+
+double cross_read_bytes_per_s(std::uint64_t bytes) {
+  Shared memory(2 * bytes);
+  const double seconds = in_two([&](int me, Flags& flags) {
+    auto* mine = memory.data + static_cast<std::uint64_t>(me) * bytes;
+    const auto* theirs = memory.data + static_cast<std::uint64_t>(1 - me) * bytes;
+    std::vector<double> times;
+    std::uint64_t round = 0;
+    volatile std::uint64_t sink = 0;
+    for (int i = 0; i < std::min(rounds_for(bytes), 500); ++i) {
+      std::memset(mine, i, bytes);  // dirty it
+      flags.exchange(me, ++round);
+      const auto start = Clock::now();
+      sink = sink + sum_of(reinterpret_cast<const std::uint64_t*>(theirs), bytes / 8);
+      times.push_back(seconds_since(start));
+      flags.exchange(me, ++round);
+    }
+    return median(times);
+  });
+  return static_cast<double>(bytes) / seconds;
+}
+
+double process_vm_readv_bytes_per_s(std::uint64_t bytes) {
+  const double seconds = in_two([&](int me, Flags& flags) {
+    float* mine = touched_floats(bytes);
+    float* into = touched_floats(bytes);
+    flags.pids[me] = getpid();
+    flags.address[me] = reinterpret_cast<std::uintptr_t>(mine);
+    flags.exchange(me, 1);
+    std::vector<double> times;
+    std::uint64_t round = 1;
+    bool works = true;
+    for (int i = 0; i < std::min(rounds_for(bytes), 500); ++i) {
+      flags.exchange(me, ++round);
+      const auto start = Clock::now();
+      iovec local{into, bytes};
+      iovec remote{reinterpret_cast<void*>(flags.address[1 - me]), bytes};
+      works &= process_vm_readv(flags.pids[1 - me], &local, 1, &remote, 1, 0) ==
+               static_cast<ssize_t>(bytes);
+      times.push_back(seconds_since(start));
+    }
+    flags.exchange(me, ++round);
+    free(mine);
+    free(into);
+    return works ? median(times) : 1e30;  // refused: a rate of zero
+  });
+  return static_cast<double>(bytes) / seconds;
+}
+
+double shared_all_reduce_s(std::uint64_t bytes) {
+  Shared memory(2 * bytes);
+  return in_two([&](int me, Flags& flags) {
+    auto* a = reinterpret_cast<float*>(memory.data);
+    auto* b = reinterpret_cast<float*>(memory.data + bytes);
+    const std::uint64_t half = bytes / 2 / sizeof(float);
+    const std::uint64_t first = static_cast<std::uint64_t>(me) * half;
+    std::vector<double> times;
+    std::uint64_t round = 0;
+    for (int i = 0; i < std::min(rounds_for(bytes), 500); ++i) {
+      flags.exchange(me, ++round);
+      const auto start = Clock::now();
+      flags.exchange(me, ++round);
+      add_both(a + first, b + first, half);
+      flags.exchange(me, ++round);
+      times.push_back(seconds_since(start));
+    }
+    return median(times);
+  });
+}
+
+namespace {
+
+// A connected pair over loopback TCP; the child gets the accepted end.
+double over_tcp(const std::function<double(int fd, int me, Flags&)>& body) {
+  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  if (bind(listener, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+      listen(listener, 1) != 0) {
+    close(listener);
+    return 1e30;
+  }
+  getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size);
+  const double result = in_two([&](int me, Flags& flags) {
+    const int fd = me == 1 ? accept(listener, nullptr, nullptr) : socket(AF_INET, SOCK_STREAM, 0);
+    if (me == 0 && connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) {
+      return 1e30;
+    }
+    const int one = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    const double value = body(fd, me, flags);
+    close(fd);
+    return value;
+  });
+  close(listener);
+  return result;
+}
+
+bool read_fully(int fd, char* data, std::uint64_t bytes) {
+  while (bytes > 0) {
+    const ssize_t n = read(fd, data, bytes);
+    if (n <= 0) return false;
+    data += n;
+    bytes -= static_cast<std::uint64_t>(n);
+  }
+  return true;
+}
+
+bool write_fully(int fd, const char* data, std::uint64_t bytes) {
+  while (bytes > 0) {
+    const ssize_t n = write(fd, data, bytes);
+    if (n <= 0) return false;
+    data += n;
+    bytes -= static_cast<std::uint64_t>(n);
+  }
+  return true;
+}
+
+}  // namespace
+
+double tcp_stream_bytes_per_s(std::uint64_t bytes) {
+  const double seconds = over_tcp([&](int fd, int me, Flags&) {
+    std::vector<char> buffer(bytes, 1);
+    std::vector<double> times;
+    char byte = 0;
+    for (int i = 0; i < 15; ++i) {
+      const auto start = Clock::now();
+      bool works;
+      if (me == 0) {
+        works = write_fully(fd, buffer.data(), bytes) && read_fully(fd, &byte, 1);
+      } else {
+        works = read_fully(fd, buffer.data(), bytes) && write_fully(fd, &byte, 1);
+      }
+      if (!works) return 1e30;
+      times.push_back(seconds_since(start));
+    }
+    return median(times);
+  });
+  return static_cast<double>(bytes) / seconds;
+}
+
+double tcp_round_trip_ns() {
+  return over_tcp([](int fd, int me, Flags&) {
+           std::vector<double> times;
+           char word[8] = {};
+           for (int i = 0; i < 5000; ++i) {
+             const auto start = Clock::now();
+             const bool works = me == 0 ? write_fully(fd, word, 8) && read_fully(fd, word, 8)
+                                        : read_fully(fd, word, 8) && write_fully(fd, word, 8);
+             if (!works) return 1e30;
+             times.push_back(seconds_since(start));
+           }
+           return median(times);
+         }) *
+         1e9;
+}
+
+std::vector<Limit> measure_limits() {
+  std::vector<Limit> limits;
+  const auto best = [](const std::function<double()>& measure, bool lower_wins) {
+    double value = measure();
+    for (int i = 0; i < 2; ++i) {
+      const double again = measure();
+      value = lower_wins ? std::min(value, again) : std::max(value, again);
+    }
+    return value;
+  };
+  limits.push_back({"flag exchange", 0, 2, best([] { return flag_exchange_ns(200'000); }, true), "ns"});
+  for (const std::uint64_t bytes : {std::uint64_t{256} << 10, std::uint64_t{1} << 20,
+                                    std::uint64_t{16} << 20, std::uint64_t{256} << 20}) {
+    for (const int n : {1, 2}) {
+      limits.push_back({"copy", bytes, n, best([&] { return copy_bytes_per_s(bytes, n); }, false) / 1e9, "GB/s"});
+      limits.push_back({"add", bytes, n, best([&] { return add_bytes_per_s(bytes, n); }, false) / 1e9, "GB/s"});
+    }
+    limits.push_back({"cross-core read", bytes, 2, best([&] { return cross_read_bytes_per_s(bytes); }, false) / 1e9, "GB/s"});
+    limits.push_back({"process_vm_readv", bytes, 2, best([&] { return process_vm_readv_bytes_per_s(bytes); }, false) / 1e9, "GB/s"});
+    limits.push_back({"shared all_reduce", bytes, 2, best([&] { return shared_all_reduce_s(bytes); }, true) * 1e6, "us"});
+  }
+  limits.push_back({"TCP loopback stream", std::uint64_t{16} << 20, 2, best([] { return tcp_stream_bytes_per_s(std::uint64_t{16} << 20); }, false) / 1e9, "GB/s"});
+  limits.push_back({"TCP loopback round trip", 8, 2, best([] { return tcp_round_trip_ns(); }, true), "ns"});
+  return limits;
+}
+
+}  // namespace pycomm::bench

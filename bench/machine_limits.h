@@ -1,0 +1,46 @@
+// What this machine allows, measured by the barest loops that can be written: every ratio in the
+// benchmarks is stated against these, in the same run.
+//
+// Reviewed: nothing here may be slowed to win. Two processes, pinned to the first two allowed
+// processors, share one anonymous mapping; buffers are touched first; each figure is the best
+// median of several rounds. The bounds of facts known elsewhere are in docs/performance.md.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace pycomm::bench {
+
+struct Limit {
+  std::string name;      // "flag exchange", "copy", ...
+  std::uint64_t bytes;   // working size; 0 where none applies
+  int num_threads;       // processes at work at once
+  double value;
+  std::string unit;      // "ns", "GB/s"
+};
+
+// A symmetric exchange of flags between two pinned processes: each writes a word in its own cache
+// line and waits for the other's. Nanoseconds per exchange.
+double flag_exchange_ns(int num_rounds);
+
+// Bytes per second of each of two pinned processes while both work, on float32 buffers of `bytes`.
+// copy: plain memcpy of own memory. add: a[i] += b[i], own memory, bytes of a. cross_read: reading
+// (summing) what the other process has just written. process_vm_readv: both read each other's.
+double copy_bytes_per_s(std::uint64_t bytes, int num_processes);
+double add_bytes_per_s(std::uint64_t bytes, int num_processes);
+double cross_read_bytes_per_s(std::uint64_t bytes);
+double process_vm_readv_bytes_per_s(std::uint64_t bytes);
+
+// The bare two-process all_reduce of `bytes` in memory that both map: each reads its half of both
+// tensors, adds, and writes both; flags before and after. Seconds. No library code.
+double shared_all_reduce_s(std::uint64_t bytes);
+
+// One TCP stream over loopback, bytes per second, and the 8-byte round trip in ns.
+double tcp_stream_bytes_per_s(std::uint64_t bytes);
+double tcp_round_trip_ns();
+
+// All of the above at the sizes of the tables.
+std::vector<Limit> measure_limits();
+
+}  // namespace pycomm::bench

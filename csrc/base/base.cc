@@ -1,0 +1,113 @@
+// Bodies of status.h, types.h, check.h and log.h.
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+
+#include "base/check.h"
+#include "base/log.h"
+#include "pycomm/types.h"
+
+namespace pycomm {
+
+const char* to_string(StatusCode code) {
+  switch (code) {
+    case StatusCode::kOk: return "ok";
+    case StatusCode::kInvalidUsage: return "invalid usage";
+    case StatusCode::kSystem: return "system error";
+    case StatusCode::kTimeout: return "timeout";
+    case StatusCode::kPeerLost: return "peer lost";
+    case StatusCode::kAborted: return "aborted";
+    case StatusCode::kInternal: return "internal error";
+  }
+  return "unknown";
+}
+
+Status Status::error(StatusCode code, std::string message, Rank rank) {
+  PYCOMM_CHECK(code != StatusCode::kOk);
+  Status status;
+  status.rep_ = std::make_shared<const Rep>(Rep{code, rank, std::move(message)});
+  return status;
+}
+
+const std::string& Status::message() const {
+  static const std::string empty;
+  return rep_ ? rep_->message : empty;
+}
+
+std::string Status::to_string() const {
+  if (is_ok()) return "ok";
+  return std::string(pycomm::to_string(rep_->code)) + ": " + rep_->message;
+}
+
+namespace {
+constexpr std::size_t kDTypeBytes[kNumDTypes] = {8, 4, 2, 2, 1, 2, 4, 8, 1, 1, 8, 16};
+constexpr const char* kDTypeNames[kNumDTypes] = {"float64", "float32", "float16", "bfloat16",
+                                                 "int8",    "int16",   "int32",   "int64",
+                                                 "uint8",   "bool",    "complex64", "complex128"};
+constexpr const char* kReduceOpNames[kNumReduceOps] = {"sum", "avg",  "product", "min",
+                                                       "max", "band", "bor",     "bxor"};
+constexpr const char* kOpKindNames[kNumOpKinds] = {"barrier", "all_reduce", "broadcast",
+                                                   "all_gather"};
+}  // namespace
+
+std::size_t dtype_bytes(DType dtype) { return kDTypeBytes[static_cast<int>(dtype)]; }
+const char* to_string(DType dtype) { return kDTypeNames[static_cast<int>(dtype)]; }
+const char* to_string(ReduceOp op) { return kReduceOpNames[static_cast<int>(op)]; }
+const char* to_string(OpKind kind) { return kOpKindNames[static_cast<int>(kind)]; }
+
+bool is_reducible(DType dtype, ReduceOp op) {
+  const bool is_float = dtype <= DType::kBFloat16;
+  const bool is_complex = dtype >= DType::kComplex64;
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kProduct: return true;
+    case ReduceOp::kAvg: return is_float || is_complex;
+    case ReduceOp::kMin:
+    case ReduceOp::kMax: return !is_complex;
+    default: return !is_float && !is_complex;
+  }
+}
+
+std::string describe_signature(Signature s) {
+  const auto kind = static_cast<unsigned>(s >> 60);
+  const auto dtype = static_cast<unsigned>(s >> 55) & 31;
+  const auto op = static_cast<unsigned>(s >> 51) & 15;
+  const auto root = static_cast<unsigned>(s >> 37) & kRootMax;
+  if (kind >= kNumOpKinds || dtype >= kNumDTypes || op >= kNumReduceOps) {
+    return "an unknown operation";
+  }
+  std::string text = kOpKindNames[kind];
+  if (static_cast<OpKind>(kind) == OpKind::kBarrier) return text + "()";
+  text += "(";
+  if (static_cast<OpKind>(kind) == OpKind::kAllReduce) text += std::string(kReduceOpNames[op]) + ", ";
+  if (static_cast<OpKind>(kind) == OpKind::kBroadcast) text += "root " + std::to_string(root) + ", ";
+  return text + kDTypeNames[dtype] + ", " + std::to_string(s & kCountMax) + " elements)";
+}
+
+namespace base {
+
+void check_failed(const char* file, int line, const char* expression) {
+  std::fprintf(stderr, "pycomm: check failed at %s:%d: %s\n", file, line, expression);
+  std::abort();
+}
+
+namespace {
+std::atomic<int> g_level{static_cast<int>(LogLevel::kWarn)};
+}
+
+void set_log_level(LogLevel level) { g_level.store(static_cast<int>(level)); }
+
+bool log_enabled(LogLevel level) { return static_cast<int>(level) <= g_level.load(); }
+
+void log(LogLevel level, const std::string& text) {
+  if (!log_enabled(level)) return;
+  static const char* const names[] = {"error", "warning", "info", "trace"};
+  const std::string line = "pycomm[" + std::to_string(getpid()) + "] " +
+                           names[static_cast<int>(level)] + ": " + text + "\n";
+  [[maybe_unused]] auto ignored = ::write(STDERR_FILENO, line.data(), line.size());
+}
+
+}  // namespace base
+}  // namespace pycomm

@@ -1,0 +1,14 @@
+// Log lines to stderr: "pycomm[pid] level: text", one write each. The level is set once at start.
+#pragma once
+
+#include <string>
+
+namespace pycomm::base {
+
+enum class LogLevel : int { kError = 0, kWarn = 1, kInfo = 2, kTrace = 3 };
+
+void set_log_level(LogLevel level);
+bool log_enabled(LogLevel level);
+void log(LogLevel level, const std::string& text);
+
+}  // namespace pycomm::base

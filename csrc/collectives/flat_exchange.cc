@@ -1,0 +1,81 @@
+#include "collectives/flat_exchange.h"
+
+#include <cstring>
+
+#include "base/check.h"
+#include "kernels/reduce.h"
+
+namespace pycomm::collectives {
+
+FlatExchange::FlatExchange(Rank rank, const std::vector<std::byte*>& areas) : rank_(rank) {
+  PYCOMM_CHECK(areas.size() <= kFlatWorldMax);
+  for (std::byte* area : areas) areas_.push_back(reinterpret_cast<const FlatArea*>(area));
+  mine_ = reinterpret_cast<FlatArea*>(areas[static_cast<std::size_t>(rank)]);
+}
+
+void FlatExchange::publish(Signature signature, const void* payload, std::uint64_t bytes) {
+  ++sequence_;
+  FlatSlot& slot = mine_->slots[sequence_ & 1];
+  slot.signature = signature;
+  slot.bytes = bytes;
+  if (bytes == 8) {
+    std::memcpy(slot.small, payload, 8);
+  } else if (bytes > 0) {
+    std::memcpy(bytes <= FlatSlot::kSmallBytes ? slot.small : slot.large, payload, bytes);
+  }
+  slot.sequence.store(sequence_, std::memory_order_release);
+}
+
+void publish_request(FlatExchange& flat, const OpRequest& request, Signature signature) {
+  const bool has_payload =
+      request.kind == OpKind::kAllReduce || request.kind == OpKind::kAllGather ||
+      (request.kind == OpKind::kBroadcast && request.root == flat.rank());
+  flat.publish(signature, request.input, has_payload ? request.bytes() : 0);
+}
+
+Status compare_signatures(const FlatExchange& flat, Signature signature, std::uint64_t op) {
+  for (Rank p = 0; p < flat.world_size(); ++p) {
+    const Signature theirs = flat.signature(p);
+    if (__builtin_expect(theirs != signature, 0)) {
+      return Status::error(StatusCode::kInvalidUsage,
+                           "ranks disagree on operation " + std::to_string(op) + ": rank " +
+                               std::to_string(flat.rank()) + " calls " +
+                               describe_signature(signature) + ", rank " + std::to_string(p) +
+                               " calls " + describe_signature(theirs),
+                           p);
+    }
+  }
+  return Status();
+}
+
+Status collect_result(const FlatExchange& flat, const OpRequest& request, Signature signature) {
+  PYCOMM_RETURN_IF_ERROR(compare_signatures(flat, signature, request.op_number));
+  const std::uint64_t bytes = request.bytes();
+  const int n = flat.world_size();
+  if (bytes == 0) return Status();
+  switch (request.kind) {
+    case OpKind::kBarrier: break;
+    case OpKind::kBroadcast:
+      if (request.root != flat.rank()) {
+        std::memcpy(request.output, flat.payload(request.root, bytes), bytes);
+      }
+      break;
+    case OpKind::kAllGather:
+      for (Rank p = 0; p < n; ++p) {
+        std::memcpy(request.output + static_cast<std::uint64_t>(p) * bytes, flat.payload(p, bytes),
+                    bytes);
+      }
+      break;
+    case OpKind::kAllReduce: {
+      const std::byte* inputs[kFlatWorldMax];
+      for (Rank p = 0; p < n; ++p) inputs[p] = flat.payload(p, bytes);
+      std::byte* output = request.output;
+      kernels::reduce_kernels().fold_block(&output, 1, inputs, n, request.count, request.dtype,
+                                           request.op, request.scale(n));
+      break;
+    }
+  }
+  return Status();
+}
+
+}  // namespace pycomm::collectives

@@ -1,0 +1,342 @@
+// The exchange through the store, and connecting. Of each pair the higher rank connects and the
+// lower accepts; a rank first connects to all lower ones, then accepts the rest, so that waiting
+// always points downwards.
+#include "communicator/bootstrap.h"
+
+#include <algorithm>
+#include <map>
+
+#include "base/log.h"
+#include "platform/crypto.h"
+#include "platform/system.h"
+#include "transport/tcp/factory.h"
+#include "transport/tcp/membership.h"
+
+namespace pycomm::communicator {
+namespace {
+
+using base::TimeNs;
+using platform::UniqueFd;
+using platform::real_clock;
+using transport::CoreLink;
+using transport::tcp::Membership;
+
+// One stranger that connects and says nothing may not hold up a group for longer.
+constexpr TimeNs kHandshakeNs = 5'000'000'000;
+constexpr std::size_t kPendingMax = 64;
+
+TimeNs handshake_deadline(TimeNs deadline) {
+  return std::min(deadline, real_clock().now_ns() + kHandshakeNs);
+}
+
+Status about_rank(const Status& status, Rank rank, const char* doing) {
+  return Status::error(status.code(),
+                       std::string(doing) + " rank " + std::to_string(rank) + ": " +
+                           status.message(),
+                       rank);
+}
+
+// Drives a membership over a stream until done.
+Status drive(Membership& membership, int fd, TimeNs deadline) {
+  std::string out = membership.start();
+  for (;;) {
+    while (!out.empty()) {
+      const iovec vector{out.data(), out.size()};
+      const platform::IoResult sent = platform::write_vectors(fd, &vector, 1);
+      if (sent.outcome == platform::IoOutcome::kMoved) {
+        out.erase(0, sent.bytes);
+      } else if (sent.outcome != platform::IoOutcome::kWouldBlock) {
+        return Status::error(StatusCode::kSystem, "the connection broke during the handshake");
+      }
+    }
+    if (membership.is_done()) return Status();
+    char buffer[256];
+    const std::size_t want = std::min(sizeof buffer, membership.wanted());
+    const platform::IoResult got = platform::read_some(fd, buffer, want);
+    if (got.outcome == platform::IoOutcome::kMoved) {
+      PYCOMM_RETURN_IF_ERROR(membership.feed({buffer, got.bytes}, &out));
+    } else if (got.outcome == platform::IoOutcome::kWouldBlock) {
+      if (real_clock().now_ns() > deadline) {
+        return Status::error(StatusCode::kTimeout, "the handshake took too long");
+      }
+      platform::sleep_ns(100'000);
+    } else {
+      return Status::error(StatusCode::kInvalidUsage,
+                           "the peer closed the connection during the handshake (another secret?)");
+    }
+  }
+}
+
+class Connector {
+ public:
+  Connector(Engine& engine, const std::vector<Hello>& hellos, Rank rank, const Options& options,
+            TimeNs deadline)
+      : engine_(engine), hellos_(hellos), rank_(rank), options_(options), deadline_(deadline) {}
+
+  Status connect_lower() {
+    for (Rank peer = 0; peer < rank_; ++peer) {
+      const Hello& theirs = hello(peer);
+      if (engine_.find_link(theirs.process_id)) continue;
+      Status status = choose_path(hello(rank_), theirs) == Path::kShm ? connect_shm(theirs)
+                                                                      : connect_tcp(theirs);
+      if (!status.is_ok()) return about_rank(status, peer, "connecting to");
+    }
+    return Status();
+  }
+
+  Status accept_higher() {
+    for (;;) {
+      Rank missing = kNoRank;
+      for (Rank peer = rank_ + 1; peer < size(); ++peer) {
+        if (!engine_.find_link(hello(peer).process_id)) missing = peer;
+      }
+      if (missing == kNoRank) return Status();
+      if (real_clock().now_ns() > deadline_) {
+        return Status::error(StatusCode::kTimeout,
+                             "rank " + std::to_string(missing) + " did not connect in time", missing);
+      }
+      const bool moved = accept_local() | accept_tcp();
+      if (!moved) platform::sleep_ns(200'000);
+    }
+  }
+
+ private:
+  struct Pending {
+    UniqueFd fd;
+    Membership membership;
+    TimeNs deadline;
+    std::string out;
+  };
+
+  const Hello& hello(Rank rank) const { return hellos_[static_cast<std::size_t>(rank)]; }
+  Rank size() const { return static_cast<Rank>(hellos_.size()); }
+
+  // --- shared memory
+  Status connect_shm(const Hello& theirs) {
+    auto socket = platform::connect_local(theirs.local_name);
+    if (!socket.is_ok()) return socket.status();
+    const TimeNs until = handshake_deadline(deadline_);
+    PYCOMM_RETURN_IF_ERROR(platform::send_with_fds(
+        socket.value().get(), "shm " + engine_.process_id(), {}, until));
+    return establish_shm(std::move(socket).value(), theirs.process_id, until);
+  }
+
+  Status establish_shm(UniqueFd socket, const std::string& process_id, TimeNs until) {
+    transport::shm::LinkOptions options;
+    options.eager_bytes_max = options_.eager_bytes_max;
+    auto link = transport::shm::establish(*engine_.host(), std::move(socket), options, until);
+    if (!link.is_ok()) return link.status();
+    return engine_.add_link(process_id, std::move(link).value());
+  }
+
+  bool accept_local() {
+    UniqueFd socket = platform::accept_one(engine_.local_listener());
+    if (!socket) return false;
+    Status status = serve_local(std::move(socket));
+    if (!status.is_ok()) {
+      base::log(base::LogLevel::kWarn, "a local connection was refused: " + status.message());
+    }
+    return true;
+  }
+
+  Status serve_local(UniqueFd socket) {
+    auto credentials = platform::peer_credentials(socket.get());
+    if (!credentials.is_ok()) return credentials.status();
+    if (credentials.value().uid != platform::effective_uid()) {
+      return Status::error(StatusCode::kInvalidUsage, "it belongs to another user");
+    }
+    const TimeNs until = handshake_deadline(deadline_);
+    std::vector<UniqueFd> fds;
+    auto message = platform::receive_with_fds(socket.get(), 0, &fds, until);
+    if (!message.is_ok()) return message.status();
+    const std::string& text = message.value();
+    if (text == "secret") {
+      return platform::send_with_fds(socket.get(), engine_.local_secret(), {}, until);
+    }
+    const std::string process_id = text.size() == 36 ? text.substr(4) : "";
+    if (text.substr(0, 4) != "shm " || !is_awaited(process_id)) {
+      return Status::error(StatusCode::kInternal, "it is no member of this group");
+    }
+    return establish_shm(std::move(socket), process_id, until);
+  }
+
+  bool is_awaited(const std::string& process_id) {
+    for (Rank peer = rank_ + 1; peer < size(); ++peer) {
+      if (hello(peer).process_id == process_id) return !engine_.find_link(process_id);
+    }
+    return false;
+  }
+
+  // --- TCP
+  // The secret of a pair: the job's, or, among processes of one user on one host, the acceptor's,
+  // handed over its local socket after a look at the peer's credentials.
+  Result<std::string> secret_for(const Hello& acceptor) {
+    if (!options_.secret.empty()) return options_.secret;
+    if (acceptor.host != hello(rank_).host) {
+      return Status::error(
+          StatusCode::kInvalidUsage,
+          "ranks on several hosts need a secret that proves membership: write 32 random bytes to "
+          "a file of mode 0600 (head -c 32 /dev/urandom | base64 > secret), copy it to every host "
+          "and set PYCOMM_SECRET_FILE to its path");
+    }
+    auto socket = platform::connect_local(acceptor.local_name);
+    if (!socket.is_ok()) return socket.status();
+    auto credentials = platform::peer_credentials(socket.value().get());
+    if (!credentials.is_ok()) return credentials.status();
+    if (credentials.value().uid != platform::effective_uid()) {
+      return Status::error(StatusCode::kInvalidUsage,
+                           "its local socket belongs to another user; set PYCOMM_SECRET_FILE");
+    }
+    const TimeNs until = deadline_;
+    PYCOMM_RETURN_IF_ERROR(platform::send_with_fds(socket.value().get(), "secret", {}, until));
+    std::vector<UniqueFd> fds;
+    return platform::receive_with_fds(socket.value().get(), 0, &fds, until);
+  }
+
+  Status connect_tcp(const Hello& theirs) {
+    if (const Viability crypto = platform::crypto_viability(); !crypto.viable) {
+      return Status::error(StatusCode::kSystem, "TCP needs libcrypto: " + crypto.reason);
+    }
+    if (theirs.has_secret != !options_.secret.empty()) {
+      return Status::error(StatusCode::kInvalidUsage,
+                           "one rank has PYCOMM_SECRET_FILE set and the other has not");
+    }
+    auto secret = secret_for(theirs);
+    if (!secret.is_ok()) return secret.status();
+    const bool is_local = theirs.host == hello(rank_).host;
+    const std::string address = is_local && options_.bind_address.empty() ? "127.0.0.1"
+                                                                          : theirs.tcp_address;
+    if (!is_local) PYCOMM_RETURN_IF_ERROR(announce_plaintext(address));
+    auto stream = platform::connect_tcp(address, theirs.tcp_port, deadline_);
+    if (!stream.is_ok()) return stream.status();
+    Membership membership = Membership::connector(secret.value(), engine_.process_id(),
+                                                  theirs.process_id, platform::random_hex128());
+    PYCOMM_RETURN_IF_ERROR(drive(membership, stream.value().get(), deadline_));
+    return add_tcp(std::move(stream).value(), theirs.process_id);
+  }
+
+  Status announce_plaintext(const std::string& address) {
+    if (platform::is_public_address(address) && !options_.allow_public_plaintext) {
+      return Status::error(StatusCode::kInvalidUsage,
+                           "refusing plain TCP to the public address " + address +
+                               "; use a private network, or set PYCOMM_ALLOW_PUBLIC_PLAINTEXT=1 "
+                               "if you accept that everyone on the path can read the gradients");
+    }
+    static std::atomic<bool> said{false};
+    if (!said.exchange(true)) {
+      base::log(base::LogLevel::kWarn,
+                "TCP between hosts is authenticated at connect but not encrypted");
+    }
+    return Status();
+  }
+
+  Status add_tcp(UniqueFd stream, const std::string& process_id) {
+    transport::tcp::LinkOptions options;
+    options.eager_bytes_max = options_.eager_bytes_max;
+    return engine_.add_link(process_id, transport::tcp::make_link(std::move(stream), options));
+  }
+
+  bool accept_tcp() {
+    bool moved = false;
+    UniqueFd fd = platform::accept_one(engine_.tcp_listener().fd.get());
+    if (fd && pending_.size() < kPendingMax && platform::crypto_viability().viable &&
+        platform::configure_stream(fd.get()).is_ok()) {
+      const std::string& secret =
+          options_.secret.empty() ? engine_.local_secret() : options_.secret;
+      pending_.push_back({std::move(fd),
+                          Membership::acceptor(secret, engine_.process_id(),
+                                               platform::random_hex128()),
+                          handshake_deadline(deadline_),
+                          {}});
+      moved = true;
+    }
+    for (auto it = pending_.begin(); it != pending_.end();) {
+      bool over = false;
+      moved |= advance(*it, &over);
+      it = over ? pending_.erase(it) : std::next(it);
+    }
+    return moved;
+  }
+
+  // Moves one handshake on; sets *over when it became a link or was given up.
+  bool advance(Pending& pending, bool* over) {
+    char buffer[256];
+    const std::size_t want = std::min(sizeof buffer, pending.membership.wanted());
+    const platform::IoResult got = platform::read_some(pending.fd.get(), buffer, want);
+    if (got.outcome == platform::IoOutcome::kWouldBlock) {
+      *over = real_clock().now_ns() > pending.deadline;
+      return *over;
+    }
+    Status status;
+    if (got.outcome != platform::IoOutcome::kMoved) {
+      status = Status::error(StatusCode::kSystem, "it closed during the handshake");
+    } else {
+      status = pending.membership.feed({buffer, got.bytes}, &pending.out);
+    }
+    if (status.is_ok() && !pending.out.empty()) {
+      // At most a hundred bytes on a fresh connection: the socket's buffer takes them whole.
+      const iovec vector{pending.out.data(), pending.out.size()};
+      const platform::IoResult sent = platform::write_vectors(pending.fd.get(), &vector, 1);
+      if (sent.bytes != pending.out.size()) {
+        status = Status::error(StatusCode::kSystem, "it takes no answer");
+      }
+      pending.out.clear();
+    }
+    if (status.is_ok() && pending.membership.is_done()) {
+      *over = true;
+      if (is_awaited(pending.membership.peer())) {
+        status = add_tcp(std::move(pending.fd), pending.membership.peer());
+      } else {
+        status = Status::error(StatusCode::kInternal, "it is no member of this group");
+      }
+    }
+    if (!status.is_ok()) {
+      *over = true;
+      base::log(base::LogLevel::kWarn, "a TCP connection was refused: " + status.message());
+    }
+    return true;
+  }
+
+  Engine& engine_;
+  const std::vector<Hello>& hellos_;
+  const Rank rank_;
+  const Options& options_;
+  const TimeNs deadline_;
+  std::vector<Pending> pending_;
+};
+
+}  // namespace
+
+Result<std::vector<Hello>> exchange(Store& store, const std::string& group_name, Rank rank,
+                                    const Hello& mine, TimeNs deadline) {
+  const auto key = [&](Rank r) { return "pycomm/" + group_name + "/" + std::to_string(r); };
+  PYCOMM_RETURN_IF_ERROR(store.set(key(rank), encode(mine)));
+  std::vector<Hello> hellos;
+  for (Rank r = 0; r < mine.world_size; ++r) {
+    const std::int64_t left_ms =
+        std::max<std::int64_t>((deadline - real_clock().now_ns()) / 1'000'000, 1);
+    auto text = store.get(key(r), left_ms);
+    if (!text.is_ok()) return about_rank(text.status(), r, "waiting for the hello of");
+    auto hello = decode(text.value());
+    if (!hello.is_ok()) return about_rank(hello.status(), r, "reading the hello of");
+    hellos.push_back(std::move(hello).value());
+  }
+  return hellos;
+}
+
+Result<std::vector<std::shared_ptr<CoreLink>>> connect_all(Engine& engine,
+                                                           const std::vector<Hello>& hellos,
+                                                           Rank rank, const Options& options,
+                                                           TimeNs deadline) {
+  Connector connector(engine, hellos, rank, options, deadline);
+  PYCOMM_RETURN_IF_ERROR(connector.connect_lower());
+  PYCOMM_RETURN_IF_ERROR(connector.accept_higher());
+  std::vector<std::shared_ptr<CoreLink>> links;
+  for (std::size_t r = 0; r < hellos.size(); ++r) {
+    links.push_back(static_cast<Rank>(r) == rank ? nullptr
+                                                 : engine.find_link(hellos[r].process_id));
+  }
+  return links;
+}
+
+}  // namespace pycomm::communicator

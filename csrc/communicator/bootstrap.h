@@ -1,0 +1,54 @@
+// How a group comes together: every rank publishes who it is and how it can be reached, reads
+// everyone's, checks that all agree, and connects.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "communicator/engine.h"
+
+namespace pycomm::communicator {
+
+// What a rank tells about itself. Text lines "key=value", parsed strictly: the store is not trusted
+// with anything but its availability.
+struct Hello {
+  std::uint32_t protocol = 0;
+  std::string build;        // version of this library
+  std::string framework;    // for example torch and its version
+  std::string fingerprint;  // options that steer plans
+  int world_size = 0;
+  std::string process_id;
+  std::string host;        // one running kernel
+  std::string shm_domain;  // who can share memory; empty: this process cannot
+  std::string shm_refusal;
+  std::string local_name;
+  std::string tcp_address;
+  std::uint16_t tcp_port = 0;
+  bool has_secret = false;
+  std::uint64_t nonce = 0;  // rank 0's becomes the group's id
+};
+
+std::string encode(const Hello& hello);
+// Errors: kInternal for anything that encode() cannot have written.
+Result<Hello> decode(const std::string& text);
+
+// The first difference that matters, naming both ranks and both values.
+Status compare(const std::vector<Hello>& hellos);
+
+// Which transport two processes use; decided alike on both sides.
+enum class Path { kShm, kTcp };
+Path choose_path(const Hello& a, const Hello& b);
+
+// Publishes mine and collects all. Errors: kTimeout naming the first missing rank.
+Result<std::vector<Hello>> exchange(Store& store, const std::string& group_name, Rank rank,
+                                    const Hello& mine, base::TimeNs deadline);
+
+// A link to every other rank; links that the engine has already are used again.
+// Errors: kTimeout naming the rank, kInvalidUsage (no secret between hosts), what connecting says.
+Result<std::vector<std::shared_ptr<transport::CoreLink>>> connect_all(
+    Engine& engine, const std::vector<Hello>& hellos, Rank rank, const Options& options,
+    base::TimeNs deadline);
+
+}  // namespace pycomm::communicator

@@ -1,0 +1,483 @@
+#include "communicator/engine.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/log.h"
+#include "communicator/fork_guard.h"
+#include "platform/system.h"
+
+namespace pycomm::communicator {
+namespace {
+
+using base::TimeNs;
+using platform::real_clock;
+using transport::CoreLink;
+
+constexpr std::uint64_t kDoorbellToken = 1;
+constexpr std::uint64_t kKickToken = 2;
+
+// A waiting caller looks this often without a pause, then yields, then parks and leaves the rest
+// to the progress thread.
+constexpr int kSpinsBeforeYield = 2'000;
+constexpr TimeNs kRunBeforeParkNs = 300'000;
+constexpr std::int64_t kParkSliceNs = 50'000'000;
+// The progress thread yields this often while operations are open, before it sleeps.
+constexpr int kYieldsBeforeSleep = 20;
+constexpr std::int64_t kIdleSleepNs = 5'000'000'000;
+constexpr std::int64_t kActiveSleepNs = 100'000'000;
+constexpr std::int64_t kRunnerPauseNs = 500'000;
+constexpr TimeNs kGoodbyeNs = 500'000'000;
+
+struct Registry {
+  std::mutex mutex;
+  std::weak_ptr<Engine> engine;
+  int users = 0;
+};
+// Never destroyed: threads and atexit handlers may outlive static destructors.
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- life
+
+Result<std::shared_ptr<Engine>> Engine::acquire(const Options& options) {
+  std::lock_guard lock(registry().mutex);
+  if (is_forked_child()) {
+    return Status::error(StatusCode::kInvalidUsage,
+                         "this process was forked from one that uses pycomm; start it with "
+                         "'spawn', or fork before the first group is created");
+  }
+  std::shared_ptr<Engine> engine = registry().engine.lock();
+  if (!engine || registry().users == 0) {
+    engine.reset(new Engine());
+    PYCOMM_RETURN_IF_ERROR(engine->start(options));
+    registry().engine = engine;
+  }
+  ++registry().users;
+  return engine;
+}
+
+void Engine::release_user() {
+  std::lock_guard lock(registry().mutex);
+  if (--registry().users == 0) stop();
+}
+
+void Engine::shutdown_process() {
+  if (is_forked_child()) return;
+  std::shared_ptr<Engine> engine;
+  {
+    std::lock_guard lock(registry().mutex);
+    engine = registry().engine.lock();
+  }
+  if (engine) engine->stop();
+}
+
+Status Engine::start(const Options& options) {
+  watch_forks();
+  static const bool registered = [] {
+    platform::on_process_exit([] { Engine::shutdown_process(); });
+    return true;
+  }();
+  static_cast<void>(registered);
+  process_id_ = platform::random_hex128();
+  local_name_ = "pycomm-" + process_id_;
+  local_secret_ = platform::random_hex128();
+  auto poller = platform::Poller::create();
+  if (!poller.is_ok()) return poller.status();
+  poller_ = std::move(poller).value();
+  auto kick = platform::Doorbell::create();
+  if (!kick.is_ok()) return kick.status();
+  kick_bell_ = std::move(kick).value();
+  PYCOMM_RETURN_IF_ERROR(poller_.add(kick_bell_.fd(), kKickToken));
+
+  auto local = platform::listen_local(local_name_);
+  if (!local.is_ok()) return local.status();
+  local_listener_ = std::move(local).value();
+  forget_after_fork(local_listener_.get());
+  if (options.transport == TransportChoice::kTcp) {
+    shm_refusal_ = "PYCOMM_TRANSPORT=tcp";
+  } else if (auto host = transport::shm::Host::create(); host.is_ok()) {
+    host_ = std::move(host).value();
+    PYCOMM_RETURN_IF_ERROR(poller_.add(host_->doorbell().fd(), kDoorbellToken));
+  } else {
+    shm_refusal_ = host.status().message();
+    base::log(base::LogLevel::kWarn, "no shared memory here (" + shm_refusal_ +
+                                         "); ranks of this host talk over TCP");
+  }
+  auto tcp = platform::listen_tcp(options.bind_address);
+  if (!tcp.is_ok()) return tcp.status();
+  tcp_listener_ = std::move(tcp).value();
+  forget_after_fork(tcp_listener_.fd.get());
+  progress_thread_ = std::thread([this] { progress_loop(); });
+  return Status();
+}
+
+void Engine::stop() {
+  std::vector<Member> members;
+  {
+    std::lock_guard lock(mutex_);
+    if (is_stopped_) return;
+    is_stopped_ = true;
+    members = members_;
+  }
+  for (Member& member : members) {
+    abort_group(*member.group,
+                Status::error(StatusCode::kAborted, "this process has shut pycomm down"));
+  }
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [id, peer] : links_) peer.link->close();
+    const TimeNs deadline = real_clock().now_ns() + kGoodbyeNs;
+    const auto all_flushed = [&] {
+      return std::all_of(links_.begin(), links_.end(), [](const auto& item) {
+        return item.second.link->has_ended() || item.second.link->is_flushed();
+      });
+    };
+    do {
+      for (auto& [id, peer] : links_) peer.link->progress();
+      if (all_flushed()) break;
+      platform::yield_thread();
+    } while (real_clock().now_ns() < deadline);
+  }
+  is_stopping_ = true;
+  kick();
+  if (progress_thread_.joinable()) progress_thread_.join();
+  {
+    std::lock_guard lock(completion_mutex_);
+    completion_changed_.notify_all();
+  }
+  if (completion_thread_.joinable()) {
+    if (completion_thread_.get_id() == std::this_thread::get_id()) {
+      completion_thread_.detach();
+    } else {
+      completion_thread_.join();
+    }
+  }
+  std::lock_guard lock(mutex_);
+  forget_no_more(local_listener_.get());
+  forget_no_more(tcp_listener_.fd.get());
+  for (auto& [id, peer] : links_) forget_no_more(peer.link->fd());
+  graves_.clear();
+  links_.clear();
+}
+
+Engine::~Engine() { PYCOMM_CHECK(is_stopped_ || !progress_thread_.joinable()); }
+
+// ---------------------------------------------------------------- links and groups
+
+std::shared_ptr<CoreLink> Engine::find_link(const std::string& process_id) {
+  std::lock_guard lock(mutex_);
+  const auto it = links_.find(process_id);
+  return it == links_.end() ? nullptr : it->second.link;
+}
+
+Status Engine::add_link(const std::string& process_id, std::shared_ptr<CoreLink> link) {
+  std::lock_guard lock(mutex_);
+  PeerLink peer;
+  peer.token = next_token_++;
+  peer.link = std::move(link);
+  if (host_ && std::string_view(peer.link->transport()) == "shm") {
+    PYCOMM_RETURN_IF_ERROR(peer.link->remote_memory()->expose(
+        kArenaRegion, host_->arena().data(), host_->arena().bytes(), RegionKind::kHost));
+  }
+  PYCOMM_RETURN_IF_ERROR(poller_.add(peer.link->fd(), peer.token));
+  forget_after_fork(peer.link->fd());
+  links_[process_id] = std::move(peer);
+  return Status();
+}
+
+void Engine::add_group(const std::shared_ptr<Group>& group,
+                       const std::vector<std::string>& process_ids_by_rank) {
+  std::lock_guard lock(mutex_);
+  sweep_graves();
+  members_.push_back({group, process_ids_by_rank});
+  // A peer may have ended between the handshake and now.
+  for (auto& [id, peer] : links_) {
+    const auto& ids = process_ids_by_rank;
+    if (std::find(ids.begin(), ids.end(), id) == ids.end()) continue;
+    peer.told_lost = false;
+    peer.told_departed = false;
+  }
+}
+
+void Engine::remove_group(const std::shared_ptr<Group>& group) {
+  abort_group(*group, Status::error(StatusCode::kAborted, "the group was destroyed"));
+  group->own();
+  std::lock_guard lock(mutex_);
+  for (Link* link : group->context.links) {
+    if (link != nullptr) link->retire(group->context.group, UINT64_MAX);
+  }
+  std::erase_if(members_, [&](const Member& member) { return member.group == group; });
+  bury(*group);
+  sweep_graves();
+  group->release();
+}
+
+void Engine::bury(Group& group) {
+  if (group.flat_area == nullptr) return;
+  reinterpret_cast<collectives::FlatArea*>(group.flat_area)->is_closed.store(1);
+  Grave grave;
+  grave.region = group.context.group;
+  grave.area = group.flat_area;
+  grave.quarantine = std::move(group.context.quarantine);
+  for (Link* link : group.context.links) {
+    for (auto& [id, peer] : links_) {
+      if (peer.link.get() == link) grave.links.push_back(peer.link);
+    }
+  }
+  group.flat_area = nullptr;
+  graves_.push_back(std::move(grave));
+}
+
+// An area is free again once every peer has closed its own, withdrawn it, or ended.
+void Engine::sweep_graves() {
+  std::erase_if(graves_, [&](Grave& grave) {
+    for (const auto& link : grave.links) {
+      if (link->has_ended()) continue;
+      const std::byte* theirs = link->remote_memory()->map(grave.region);
+      if (theirs == nullptr) continue;
+      const auto* area = reinterpret_cast<const collectives::FlatArea*>(theirs);
+      if (area->is_closed.load() == 0) return false;
+    }
+    for (const auto& link : grave.links) link->remote_memory()->withdraw(grave.region);
+    host_->free_segment(grave.area);
+    return true;
+  });
+}
+
+void Engine::watch_links() {
+  for (auto& [id, peer] : links_) {
+    const bool lost = !peer.told_lost && !peer.link->failure().is_ok();
+    const bool departed = !peer.told_departed && peer.link->peer_departed();
+    if (lost || departed) {
+      peer.told_lost |= lost;
+      peer.told_departed |= departed;
+      for (Member& member : members_) {
+        for (std::size_t r = 0; r < member.process_ids.size(); ++r) {
+          if (member.process_ids[r] != id) continue;
+          if (lost) member.group->note_peer_lost(static_cast<Rank>(r), peer.link->failure());
+          if (departed) member.group->note_peer_departed(static_cast<Rank>(r));
+        }
+      }
+    }
+    if (peer.token != 0 && peer.link->has_ended()) {
+      poller_.remove(peer.link->fd());
+      peer.token = 0;
+    }
+    if (peer.token != 0 && peer.wants_write != peer.link->wants_write()) {
+      peer.wants_write = !peer.wants_write;
+      poller_.set_wants_write(peer.link->fd(), peer.token, peer.wants_write);
+    }
+  }
+}
+
+std::vector<PeerStats> Engine::peer_stats(const Group& group) {
+  std::lock_guard lock(mutex_);
+  std::vector<PeerStats> stats;
+  for (std::size_t r = 0; r < group.context.links.size(); ++r) {
+    const Link* link = group.context.links[r];
+    if (link == nullptr) continue;
+    stats.push_back({static_cast<Rank>(r), link->transport(), link->counters()});
+  }
+  return stats;
+}
+
+// ---------------------------------------------------------------- progress
+
+bool Engine::progress() {
+  bool moved = false;
+  for (auto& [id, peer] : links_) moved |= peer.link->progress();
+  const TimeNs now = real_clock().now_ns();
+  int active = 0;
+  for (Member& member : members_) {
+    Group& group = *member.group;
+    if (group.num_queued() == 0 || !group.try_own()) continue;
+    moved |= group.advance(now);
+    active += group.num_queued();
+    group.release();
+  }
+  if (active > 0 || moved) {
+    for (auto& [id, peer] : links_) moved |= peer.link->progress();
+  }
+  num_active_.store(active);
+  watch_links();
+  return moved;
+}
+
+void Engine::submit(Group& group, std::shared_ptr<QueuedOperation> operation) {
+  group.own();
+  {
+    std::lock_guard lock(mutex_);
+    if (group.has_failed()) {
+      const Status failure = group.failure();
+      operation->request().op_number = group.next_op_number();
+      operation->complete(group.explain(failure, operation->request()));
+      group.fail(failure);
+      group.release();
+      return;
+    }
+    group.enqueue(std::move(operation));
+    group.release();
+    num_active_.fetch_add(1);
+    // The first chunk leaves now; whether a waiter or the progress thread goes on is open.
+    progress();
+  }
+  if (is_active()) kick();
+}
+
+void Engine::abort_group(Group& group, const Status& status) {
+  group.mark_failed(status);  // a caller that waits inside an exchange lets go
+  group.own();
+  std::lock_guard lock(mutex_);
+  group.fail(status);
+  group.release();
+}
+
+Status Engine::wait(QueuedOperation& operation, std::int64_t timeout_ms) {
+  const TimeNs start = real_clock().now_ns();
+  const TimeNs deadline = base::deadline_after(start, timeout_ms);
+  begin_running();
+  TimeNs last_move = start;
+  for (int idle = 0; !operation.is_done(); ++idle) {
+    const TimeNs now = real_clock().now_ns();
+    bool moved = false;
+    if (mutex_.try_lock()) {
+      moved = progress();
+      mutex_.unlock();
+    }
+    if (moved) {
+      idle = 0;
+      last_move = now;
+    } else if (now - last_move > kRunBeforeParkNs || now >= deadline) {
+      break;
+    } else if (idle < kSpinsBeforeYield) {
+      base::spin_pause();
+    } else {
+      platform::yield_thread();
+    }
+  }
+  end_running();
+  while (!operation.is_done()) {
+    const TimeNs left = deadline - real_clock().now_ns();
+    if (left <= 0) return Status::error(StatusCode::kTimeout, "not done yet");
+    operation.park(std::min(left, kParkSliceNs));
+  }
+  return Status();
+}
+
+void Engine::arm_bell() {
+  if (host_) host_->header().bell_armed.store(is_active() ? transport::shm::kBellAll
+                                                          : transport::shm::kBellMessages);
+}
+
+void Engine::begin_running() {
+  num_runners_.fetch_add(1);
+  if (host_) host_->header().bell_armed.store(transport::shm::kBellOff);
+}
+
+// If the progress thread slept meanwhile, peers must ring for it again, and what came before the
+// bell was armed must not be missed.
+void Engine::end_running() {
+  if (num_runners_.fetch_sub(1) != 1) return;
+  if (is_asleep_.load()) {
+    arm_bell();
+    look_once_more();
+  }
+  if (is_active()) kick();
+}
+
+bool Engine::look_once_more() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  std::lock_guard lock(mutex_);
+  return progress();
+}
+
+void Engine::kick() { kick_bell_.ring(); }
+
+void Engine::progress_loop() {
+  platform::block_signals_in_this_thread();
+  int yields = 0;
+  while (!is_stopping_.load()) {
+    if (num_runners_.load() > 0) {
+      platform::sleep_ns(kRunnerPauseNs);
+      continue;
+    }
+    bool moved;
+    {
+      std::lock_guard lock(mutex_);
+      moved = progress();
+    }
+    if (moved) {
+      yields = 0;
+    } else if (is_active() && yields < kYieldsBeforeSleep) {
+      ++yields;
+      platform::yield_thread();
+    } else {
+      yields = 0;
+      sleep_until_event();
+    }
+  }
+}
+
+void Engine::sleep_until_event() {
+  is_asleep_.store(true);
+  if (num_runners_.load() == 0) arm_bell();
+  if (look_once_more()) {
+    is_asleep_.store(false);
+    return;
+  }
+  std::int64_t timeout = is_active() ? kActiveSleepNs : kIdleSleepNs;
+  {
+    std::lock_guard lock(mutex_);
+    const TimeNs now = real_clock().now_ns();
+    for (Member& member : members_) {
+      if (member.group->num_queued() == 0 || !member.group->try_own()) continue;
+      timeout = std::min(timeout, std::max<std::int64_t>(member.group->next_deadline() - now, 0));
+      member.group->release();
+    }
+  }
+  std::vector<platform::Poller::Event> events;
+  poller_.wait(timeout, &events);
+  is_asleep_.store(false);
+  if (host_) host_->header().bell_armed.store(transport::shm::kBellOff);
+  std::lock_guard lock(mutex_);
+  for (const platform::Poller::Event& event : events) {
+    if (event.token == kKickToken) kick_bell_.clear();
+    if (event.token == kDoorbellToken) host_->doorbell().clear();
+    for (auto& [id, peer] : links_) {
+      if (peer.token == event.token) peer.link->on_ready();
+    }
+  }
+}
+
+// ---------------------------------------------------------------- completions
+
+void Engine::run_later(std::function<void()> callback) {
+  std::lock_guard lock(completion_mutex_);
+  completions_.push_back(std::move(callback));
+  if (!completion_thread_.joinable() && !is_stopping_.load()) {
+    completion_thread_ = std::thread([self = shared_from_this()] { self->completion_loop(); });
+  }
+  completion_changed_.notify_one();
+}
+
+void Engine::completion_loop() {
+  platform::block_signals_in_this_thread();
+  std::unique_lock lock(completion_mutex_);
+  for (;;) {
+    completion_changed_.wait(lock, [this] { return !completions_.empty() || is_stopping_.load(); });
+    if (completions_.empty()) return;
+    std::function<void()> callback = std::move(completions_.front());
+    completions_.pop_front();
+    lock.unlock();
+    callback();
+    callback = nullptr;
+    lock.lock();
+  }
+}
+
+}  // namespace pycomm::communicator

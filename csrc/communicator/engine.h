@@ -1,0 +1,135 @@
+// The one engine of a process: its shared memory, its links, its listeners, its progress thread.
+// It lives as long as any communicator and says goodbye on its links when it ends.
+//
+// Locks, in this order: a group's ownership flag, then mutex_ (links, groups, poller). Whoever
+// holds mutex_ only tries for ownership, since a caller may keep it for as long as a peer is slow.
+// The progress thread runs when nobody waits inside wait(); a waiting caller runs the engine itself.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "communicator/group.h"
+#include "platform/poller.h"
+#include "platform/sockets.h"
+#include "transport/core_link.h"
+#include "transport/shm/host.h"
+
+namespace pycomm::communicator {
+
+// Region numbers on shared-memory links. A group's flat area is its group id, which has bit 63
+// clear.
+inline constexpr std::uint64_t kArenaRegion = (std::uint64_t{1} << 63) + 1;
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  // The process's engine, started if there is none.
+  // Each acquire() is answered by one release_user(); the last one stops the engine.
+  static Result<std::shared_ptr<Engine>> acquire(const Options& options);
+  void release_user();
+  // Ends it now; groups that are left fail.
+  static void shutdown_process();
+  ~Engine();
+
+  const std::string& process_id() const { return process_id_; }
+  // Null if shared memory cannot be had; shm_refusal() says why.
+  transport::shm::Host* host() { return host_.get(); }
+  const std::string& shm_refusal() const { return shm_refusal_; }
+  const std::string& local_name() const { return local_name_; }
+  int local_listener() const { return local_listener_.get(); }
+  const platform::TcpListener& tcp_listener() const { return tcp_listener_; }
+  const std::string& local_secret() const { return local_secret_; }
+  std::mutex& creation_mutex() { return creation_mutex_; }
+
+  // --- links, by the peer's process id
+  std::shared_ptr<transport::CoreLink> find_link(const std::string& process_id);
+  Status add_link(const std::string& process_id, std::shared_ptr<transport::CoreLink> link);
+
+  // --- groups
+  void add_group(const std::shared_ptr<Group>& group,
+                 const std::vector<std::string>& process_ids_by_rank);
+  void remove_group(const std::shared_ptr<Group>& group);
+
+  // --- operations
+  void submit(Group& group, std::shared_ptr<QueuedOperation> operation);
+  // Runs the engine in the calling thread, later parks. Ok when done, or kTimeout.
+  Status wait(QueuedOperation& operation, std::int64_t timeout_ms);
+  void abort_group(Group& group, const Status& status);
+  // Runs on the completion thread.
+  void run_later(std::function<void()> callback);
+
+  std::vector<PeerStats> peer_stats(const Group& group);
+
+ private:
+  struct PeerLink {
+    std::shared_ptr<transport::CoreLink> link;
+    std::uint64_t token = 0;
+    bool told_lost = false;
+    bool told_departed = false;
+    bool wants_write = false;
+  };
+  struct Member {
+    std::shared_ptr<Group> group;
+    std::vector<std::string> process_ids;  // by rank
+  };
+  // The flat area of a group that ended here, kept until no peer can read it.
+  struct Grave {
+    std::uint64_t region = 0;
+    std::byte* area = nullptr;
+    std::vector<std::shared_ptr<transport::CoreLink>> links;
+    std::vector<std::shared_ptr<void>> quarantine;
+  };
+
+  Engine() = default;
+  Status start(const Options& options);
+  void stop();
+  bool progress();  // needs mutex_
+  void watch_links();
+  void bury(Group& group);
+  void sweep_graves();
+  bool is_active() const { return num_active_.load() > 0; }
+  void progress_loop();
+  void sleep_until_event();
+  void completion_loop();
+  void arm_bell();
+  void begin_running();
+  void end_running();
+  void kick();
+  bool look_once_more();
+
+  std::string process_id_;
+  std::string local_name_;
+  std::string local_secret_;
+  std::string shm_refusal_;
+  std::unique_ptr<transport::shm::Host> host_;
+  platform::UniqueFd local_listener_;
+  platform::TcpListener tcp_listener_;
+  std::mutex creation_mutex_;
+
+  std::mutex mutex_;
+  platform::Poller poller_;
+  platform::Doorbell kick_bell_;
+  std::map<std::string, PeerLink> links_;
+  std::vector<Member> members_;
+  std::vector<Grave> graves_;
+  std::uint64_t next_token_ = 16;  // below: the engine's own descriptors
+  std::vector<platform::Poller::Event> events_;
+
+  std::atomic<int> num_active_{0};    // queued operations of all groups
+  std::atomic<int> num_runners_{0};   // callers inside wait()
+  std::atomic<bool> is_asleep_{false};  // the progress thread is in, or about to enter, epoll
+  std::atomic<bool> is_stopping_{false};
+  bool is_stopped_ = false;
+  std::thread progress_thread_;
+
+  std::mutex completion_mutex_;
+  std::condition_variable completion_changed_;
+  std::deque<std::function<void()>> completions_;
+  std::thread completion_thread_;
+};
+
+
+}  // namespace pycomm::communicator

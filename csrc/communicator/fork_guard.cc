@@ -1,0 +1,52 @@
+#include "communicator/fork_guard.h"
+
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+
+#include "platform/system.h"
+
+namespace pycomm::communicator {
+namespace {
+
+// Lock-free: the handler runs in a child whose other threads are gone, whatever they held.
+constexpr int kFdsMax = 4096;
+std::array<std::atomic<int>, kFdsMax> g_fds_plus_one{};
+std::atomic<bool> g_is_forked{false};
+
+void on_fork() {
+  g_is_forked.store(true);
+  for (auto& slot : g_fds_plus_one) {
+    const int fd = slot.exchange(0) - 1;
+    if (fd >= 0) ::close(fd);
+  }
+}
+
+}  // namespace
+
+void watch_forks() {
+  static const bool installed = [] {
+    platform::on_fork_child(on_fork);
+    return true;
+  }();
+  static_cast<void>(installed);
+}
+
+bool is_forked_child() { return g_is_forked.load(std::memory_order_relaxed); }
+
+void forget_after_fork(int fd) {
+  for (auto& slot : g_fds_plus_one) {
+    int empty = 0;
+    if (slot.compare_exchange_strong(empty, fd + 1)) return;
+  }
+}
+
+void forget_no_more(int fd) {
+  for (auto& slot : g_fds_plus_one) {
+    int expected = fd + 1;
+    if (slot.compare_exchange_strong(expected, 0)) return;
+  }
+}
+
+}  // namespace pycomm::communicator

@@ -1,0 +1,166 @@
+#include "communicator/group.h"
+
+#include "communicator/engine.h"
+#include "platform/futex.h"
+#include "platform/system.h"
+
+namespace pycomm::communicator {
+
+using collectives::Execution;
+
+// ---------------------------------------------------------------- QueuedOperation
+
+Status QueuedOperation::status() const {
+  std::lock_guard lock(mutex_);
+  return status_;
+}
+
+void QueuedOperation::complete(Status status) {
+  std::vector<std::function<void()>> callbacks;
+  {
+    std::lock_guard lock(mutex_);
+    status_ = std::move(status);
+    callbacks.swap(callbacks_);
+    request_.keepalive.reset();
+    done_.store(true, std::memory_order_release);
+  }
+  changed_.notify_all();
+  for (auto& callback : callbacks) engine_->run_later(std::move(callback));
+}
+
+void QueuedOperation::on_done(std::function<void()> callback) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!is_done()) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  engine_->run_later(std::move(callback));
+}
+
+void QueuedOperation::park(std::int64_t timeout_ns) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [this] { return is_done(); });
+}
+
+Status QueuedOperation::wait(std::int64_t timeout_ms) {
+  if (!is_done()) {
+    PYCOMM_RETURN_IF_ERROR(engine_->wait(*this, timeout_ms));
+  }
+  return status();
+}
+
+// ---------------------------------------------------------------- Group
+
+void Group::enqueue(std::shared_ptr<QueuedOperation> operation) {
+  operation->request().op_number = next_op_number();
+  recorder.begin(operation->op_number(), operation->request().signature());
+  queue_.push_back(std::move(operation));
+  num_queued_.fetch_add(1, std::memory_order_release);
+}
+
+bool Group::advance(base::TimeNs now) {
+  if (queue_.empty()) return false;
+  if (has_failed()) {
+    fail(failure());
+    return true;
+  }
+  QueuedOperation& operation = *queue_.front();
+  if (!current_) {
+    const OpRequest& request = operation.request();
+    const std::int64_t timeout = request.timeout_ms >= 0 ? request.timeout_ms : timeout_ms;
+    current_ = std::make_unique<Execution>(context, request, base::deadline_after(now, timeout));
+  }
+  bool moved = false;
+  while (!current_->is_finished() && current_->advance(now)) moved = true;
+  if (!current_->is_finished()) return moved;
+  const Status status = current_->status();
+  // Only a difference of signatures leaves all ranks in step; after any other failure nobody knows
+  // what the others hold.
+  const bool goes_on = status.is_ok() || (status.code() == StatusCode::kInvalidUsage &&
+                                          context.flat != nullptr);
+  const Status told = explain(status, operation.request());
+  recorder.end(operation.op_number(), status.code());
+  current_.reset();
+  const std::shared_ptr<QueuedOperation> done = std::move(queue_.front());
+  queue_.pop_front();
+  num_queued_.fetch_sub(1, std::memory_order_release);
+  done->complete(told);
+  if (!goes_on) fail(told);
+  return true;
+}
+
+void Group::fail(const Status& status) {
+  mark_failed(status);
+  if (current_) current_->abort(status);
+  current_.reset();
+  while (!queue_.empty()) {
+    const std::shared_ptr<QueuedOperation> operation = std::move(queue_.front());
+    queue_.pop_front();
+    num_queued_.fetch_sub(1, std::memory_order_release);
+    recorder.end(operation->op_number(), status.code());
+    operation->complete(explain(status, operation->request()));
+  }
+}
+
+Status Group::failure() const {
+  std::lock_guard lock(failure_mutex_);
+  return failure_;
+}
+
+void Group::own() {
+  for (int spins = 0; !try_own(); ++spins) {
+    if (spins < 1'000) {
+      base::spin_pause();
+    } else {
+      platform::yield_thread();
+    }
+  }
+}
+
+void Group::mark_failed(const Status& status) {
+  {
+    std::lock_guard lock(failure_mutex_);
+    if (failure_.is_ok()) failure_ = status;
+  }
+  failed_.store(true, std::memory_order_release);
+  if (!context.flat) return;
+  for (Rank p = 0; p < context.world_size; ++p) {
+    platform::futex_wake_all(context.flat->arrival_word(p));
+  }
+}
+
+void Group::note_peer_lost(Rank peer, const Status& status) {
+  mark_failed(Status::error(StatusCode::kPeerLost,
+                            "rank " + std::to_string(peer) + " was lost: " + status.message(),
+                            peer));
+}
+
+base::TimeNs Group::next_deadline() const {
+  return current_ ? current_->deadline() : base::kNever;
+}
+
+void Group::wake_peers() {
+  // The slot before the flags: pairs with the sleeper's flag before its look at the slot.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  bool anyone_sleeps = false;
+  for (const transport::shm::PeerFlags& peer : peer_flags) {
+    anyone_sleeps |= peer.flat_sleepers->load(std::memory_order_relaxed) != 0;
+    if (peer.bell_armed->load(std::memory_order_relaxed) == transport::shm::kBellAll) {
+      peer.doorbell->ring();
+    }
+  }
+  if (anyone_sleeps) platform::futex_wake_all(context.flat->my_word());
+}
+
+Status Group::explain(const Status& status, const OpRequest& request) const {
+  if (status.is_ok()) return status;
+  std::string text = std::string(to_string(request.kind)) + " #" +
+                     std::to_string(request.op_number) + " of group '" + context.name +
+                     "' on rank " + std::to_string(context.rank) + ": ";
+  // A text that was explained for an earlier operation is quoted whole.
+  return Status::error(status.code(), text + status.message(), status.rank());
+}
+
+}  // namespace pycomm::communicator

@@ -1,0 +1,109 @@
+// One group inside an engine: its context, its queue of operations, and who may touch them.
+//
+// Ownership. `own` is a flag, not a lock: a caller with a small operation takes it and runs the
+// exchange itself; the engine takes it to advance queued operations and passes by if it cannot.
+// Everything in `context` and the queue belongs to the holder. Links additionally need the
+// engine's mutex, which is taken second.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+
+#include "base/spin.h"
+#include "collectives/execution.h"
+#include "communicator/flight_recorder.h"
+#include "transport/shm/factory.h"
+
+namespace pycomm::communicator {
+
+class Engine;
+
+// A queued operation, and the handle on it.
+class QueuedOperation final : public Operation,
+                              public std::enable_shared_from_this<QueuedOperation> {
+ public:
+  QueuedOperation(std::shared_ptr<Engine> engine, const OpRequest& request)
+      : engine_(std::move(engine)), request_(request) {}
+
+  bool is_done() const override { return done_.load(std::memory_order_acquire); }
+  Status status() const override;
+  Status wait(std::int64_t timeout_ms) override;
+  void on_done(std::function<void()> callback) override;
+  std::uint64_t op_number() const override { return request_.op_number; }
+
+  OpRequest& request() { return request_; }
+  // By the engine, once.
+  void complete(Status status);
+  // Parks until done or the time is up.
+  void park(std::int64_t timeout_ns);
+
+ private:
+  const std::shared_ptr<Engine> engine_;
+  OpRequest request_;
+  std::atomic<bool> done_{false};
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  Status status_;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+class Group final : public collectives::Waker {
+ public:
+  collectives::GroupContext context;
+  std::int64_t timeout_ms = 1'800'000;
+  std::vector<transport::shm::PeerFlags> peer_flags;  // of the other ranks, if memory is shared
+  std::function<bool()> is_interrupted;
+  std::byte* flat_area = nullptr;  // mine
+  FlightRecorder recorder;
+
+  bool try_own() { return !owned_.exchange(true, std::memory_order_acquire); }
+  void own();
+  void release() { owned_.store(false, std::memory_order_release); }
+
+  // --- holder only
+  std::uint64_t next_op_number() { return ++op_number_; }
+  std::uint64_t last_op_number() const { return op_number_; }
+  void enqueue(std::shared_ptr<QueuedOperation> operation);
+  bool is_queue_empty() const { return queue_.empty(); }
+  // Drives the operation at the front. Needs the engine's mutex too.
+  bool advance(base::TimeNs now);
+  // The group is over: everything queued ends with `status`, and so does what comes.
+  void fail(const Status& status);
+  base::TimeNs next_deadline() const;
+
+  // --- any thread
+  bool has_failed() const { return failed_.load(std::memory_order_acquire); }
+  Status failure() const;
+  // From now on every wait of this group ends, with `status` if it is the first.
+  void mark_failed(const Status& status);
+  // Notes a peer's end, for callers that wait outside the engine.
+  void note_peer_lost(Rank peer, const Status& status);
+  void note_peer_departed(Rank peer) {
+    departed_.fetch_or(std::uint64_t{1} << peer, std::memory_order_release);
+  }
+  bool has_departed(Rank peer) const {
+    return (departed_.load(std::memory_order_acquire) >> peer & 1) != 0;
+  }
+  int num_queued() const { return num_queued_.load(std::memory_order_acquire); }
+
+  // After a slot was written: wakes the ranks that sleep on it.
+  void wake_peers() override;
+
+  // "all_reduce #7 on group 'x': ..." with the code and rank of `status`.
+  Status explain(const Status& status, const OpRequest& request) const;
+
+ private:
+  std::atomic<bool> owned_{false};
+  std::uint64_t op_number_ = 0;
+  std::deque<std::shared_ptr<QueuedOperation>> queue_;
+  std::unique_ptr<collectives::Execution> current_;
+  std::atomic<int> num_queued_{0};
+  std::atomic<bool> failed_{false};
+  std::atomic<std::uint64_t> departed_{0};
+  mutable std::mutex failure_mutex_;
+  Status failure_;
+};
+
+}  // namespace pycomm::communicator

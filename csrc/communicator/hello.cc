@@ -1,0 +1,129 @@
+// Encoding, decoding and comparing hellos.
+#include <charconv>
+#include <map>
+
+#include "communicator/bootstrap.h"
+
+namespace pycomm::communicator {
+namespace {
+
+constexpr std::size_t kHelloBytesMax = 4096;
+
+bool is_plain(const std::string& text) {
+  for (char c : text) {
+    if (c < ' ' || c > '~') return false;
+  }
+  return text.size() < 512;
+}
+
+std::string plain(std::string text) {
+  for (char& c : text) {
+    if (c < ' ' || c > '~') c = '?';
+  }
+  return text.substr(0, 500);
+}
+
+template <class T>
+bool parse(const std::string& text, T* out) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *out);
+  return error == std::errc() && end == text.data() + text.size();
+}
+
+bool is_process_id(const std::string& text) {
+  return text.size() == 32 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
+}
+
+}  // namespace
+
+std::string encode(const Hello& h) {
+  const auto line = [](const char* key, const std::string& value) {
+    return std::string(key) + "=" + plain(value) + "\n";
+  };
+  return line("protocol", std::to_string(h.protocol)) + line("build", h.build) +
+         line("framework", h.framework) + line("fingerprint", h.fingerprint) +
+         line("world_size", std::to_string(h.world_size)) + line("process_id", h.process_id) +
+         line("host", h.host) + line("shm_domain", h.shm_domain) +
+         line("shm_refusal", h.shm_refusal) + line("local_name", h.local_name) +
+         line("tcp_address", h.tcp_address) + line("tcp_port", std::to_string(h.tcp_port)) +
+         line("has_secret", h.has_secret ? "1" : "0") + line("nonce", std::to_string(h.nonce));
+}
+
+Result<Hello> decode(const std::string& text) {
+  const Status malformed =
+      Status::error(StatusCode::kInternal, "a rank published something that is no pycomm hello");
+  if (text.size() > kHelloBytesMax) return malformed;
+  std::map<std::string, std::string> fields;
+  for (std::size_t at = 0; at < text.size();) {
+    const std::size_t end = text.find('\n', at);
+    if (end == std::string::npos) return malformed;
+    const std::string line = text.substr(at, end - at);
+    const std::size_t equals = line.find('=');
+    if (equals == std::string::npos || !is_plain(line)) return malformed;
+    if (!fields.emplace(line.substr(0, equals), line.substr(equals + 1)).second) return malformed;
+    at = end + 1;
+  }
+  Hello h;
+  // A hello of another version may have other fields; only the version is read then.
+  if (!parse(fields["protocol"], &h.protocol)) return malformed;
+  h.build = fields["build"];
+  if (h.protocol != transport::kProtocolVersion) return h;
+  h.framework = fields["framework"];
+  h.fingerprint = fields["fingerprint"];
+  h.process_id = fields["process_id"];
+  h.host = fields["host"];
+  h.shm_domain = fields["shm_domain"];
+  h.shm_refusal = fields["shm_refusal"];
+  h.local_name = fields["local_name"];
+  h.tcp_address = fields["tcp_address"];
+  h.has_secret = fields["has_secret"] == "1";
+  const bool is_valid = parse(fields["world_size"], &h.world_size) &&
+                        parse(fields["tcp_port"], &h.tcp_port) &&
+                        parse(fields["nonce"], &h.nonce) && is_process_id(h.process_id) &&
+                        h.local_name.size() <= 100;
+  if (!is_valid) return malformed;
+  return h;
+}
+
+Status compare(const std::vector<Hello>& hellos) {
+  const Hello& first = hellos[0];
+  for (std::size_t r = 1; r < hellos.size(); ++r) {
+    const Hello& h = hellos[r];
+    const auto differ = [&](const char* what, const std::string& zero, const std::string& mine) {
+      return Status::error(StatusCode::kInvalidUsage,
+                           std::string("ranks do not agree on ") + what + ": rank 0 has '" + zero +
+                               "', rank " + std::to_string(r) + " has '" + mine +
+                               "'; make them the same on every rank",
+                           static_cast<Rank>(r));
+    };
+    if (h.protocol != first.protocol) {
+      return differ("the protocol version", std::to_string(first.protocol) + " (pycomm " + first.build + ")",
+                    std::to_string(h.protocol) + " (pycomm " + h.build + ")");
+    }
+    if (h.build != first.build) return differ("pycomm's build", first.build, h.build);
+    if (h.framework != first.framework) {
+      return differ("the framework", first.framework, h.framework);
+    }
+    if (h.fingerprint != first.fingerprint) {
+      return differ("the options that steer plans", first.fingerprint, h.fingerprint);
+    }
+    if (h.world_size != first.world_size) {
+      return differ("the world size", std::to_string(first.world_size),
+                    std::to_string(h.world_size));
+    }
+    for (std::size_t q = 0; q < r; ++q) {
+      if (hellos[q].process_id == h.process_id) {
+        return Status::error(StatusCode::kInvalidUsage,
+                             "ranks " + std::to_string(q) + " and " + std::to_string(r) +
+                                 " are the same process; every rank needs its own");
+      }
+    }
+  }
+  return Status();
+}
+
+Path choose_path(const Hello& a, const Hello& b) {
+  const bool share = !a.shm_domain.empty() && a.shm_domain == b.shm_domain;
+  return share ? Path::kShm : Path::kTcp;
+}
+
+}  // namespace pycomm::communicator

@@ -1,0 +1,100 @@
+// Options from the environment, and the part of them that ranks must agree on.
+#include "pycomm/options.h"
+
+#include <sys/stat.h>
+
+#include <charconv>
+#include <fstream>
+#include <sstream>
+
+#include "base/log.h"
+#include "platform/system.h"
+
+namespace pycomm {
+namespace {
+
+std::string trimmed(std::string text) {
+  while (!text.empty() && (text.back() == '\n' || text.back() == '\r' || text.back() == ' ')) {
+    text.pop_back();
+  }
+  return text;
+}
+
+bool parse_u64(const std::string& text, std::uint64_t* out) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *out);
+  return error == std::errc() && end == text.data() + text.size();
+}
+
+void read_secret(Options& options, std::string* complaint) {
+  if (const auto path = platform::environment("PYCOMM_SECRET_FILE")) {
+    struct stat info;
+    if (stat(path->c_str(), &info) == 0 && (info.st_mode & 077) != 0) {
+      *complaint += "PYCOMM_SECRET_FILE '" + *path + "' can be read by other users; chmod 600 it. ";
+      return;
+    }
+    std::ifstream file(*path);
+    std::stringstream contents;
+    contents << file.rdbuf();
+    options.secret = trimmed(contents.str());
+    if (options.secret.size() < 16) {
+      *complaint += "PYCOMM_SECRET_FILE '" + *path + "' holds fewer than 16 bytes. ";
+    }
+  } else if (const auto secret = platform::environment("PYCOMM_SECRET")) {
+    options.secret = *secret;
+    if (secret->size() < 16) *complaint += "PYCOMM_SECRET is shorter than 16 bytes. ";
+  }
+}
+
+void read_log_level() {
+  const auto level = platform::environment("PYCOMM_DEBUG");
+  if (!level) return;
+  if (*level == "INFO") base::set_log_level(base::LogLevel::kInfo);
+  if (*level == "TRACE") base::set_log_level(base::LogLevel::kTrace);
+}
+
+}  // namespace
+
+Options Options::from_environment(std::string* complaint) {
+  Options options;
+  read_log_level();
+  if (const auto choice = platform::environment("PYCOMM_TRANSPORT")) {
+    if (*choice == "auto") options.transport = TransportChoice::kAuto;
+    else if (*choice == "shm") options.transport = TransportChoice::kShm;
+    else if (*choice == "tcp") options.transport = TransportChoice::kTcp;
+    else *complaint += "PYCOMM_TRANSPORT '" + *choice + "' is none of auto, shm, tcp. ";
+  }
+  const auto number = [&](const char* name, std::uint64_t min, std::uint64_t max,
+                          std::uint64_t* out) {
+    const auto text = platform::environment(name);
+    if (!text) return false;
+    std::uint64_t value = 0;
+    if (!parse_u64(*text, &value) || value < min || value > max) {
+      *complaint += std::string(name) + " '" + *text + "' is not a number from " +
+                    std::to_string(min) + " to " + std::to_string(max) + ". ";
+      return false;
+    }
+    *out = value;
+    return true;
+  };
+  std::uint64_t seconds = 0;
+  if (number("PYCOMM_TIMEOUT_SEC", 1, 31'536'000, &seconds)) {
+    options.timeout_ms = static_cast<std::int64_t>(seconds) * 1000;
+  }
+  number("PYCOMM_CHUNK_BYTES", 4096, std::uint64_t{1} << 30, &options.chunk_bytes);
+  if (const auto address = platform::environment("PYCOMM_SOCKET_ADDR")) {
+    options.bind_address = *address;
+  }
+  options.allow_public_plaintext =
+      platform::environment("PYCOMM_ALLOW_PUBLIC_PLAINTEXT") == std::string("1");
+  read_secret(options, complaint);
+  return options;
+}
+
+std::string Options::plan_fingerprint() const {
+  static const char* const names[] = {"auto", "shm", "tcp"};
+  return std::string("transport=") + names[static_cast<int>(transport)] +
+         " chunk_bytes=" + std::to_string(chunk_bytes) +
+         " eager_bytes_max=" + std::to_string(eager_bytes_max);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,88 @@
+// START HERE: collectives on a group of ranks.
+//
+//   auto communicator = Communicator::create(store, rank, world_size, options);
+//   communicator.value()->run(request);      // blocks
+//   communicator.value()->start(request);    // returns an Operation
+//
+// Every rank calls the same operations in the same order. Results are bit for bit the same on
+// every rank. A rank that dies turns into kPeerLost, naming it, on every other; the group is then
+// over and every later call says so.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "pycomm/operation.h"
+#include "pycomm/options.h"
+#include "pycomm/transport.h"
+
+namespace pycomm {
+
+// A key-value store that all ranks of a group reach while it is created: torch's, or a folder.
+class Store {
+ public:
+  virtual ~Store() = default;
+  virtual Status set(const std::string& key, const std::string& value) = 0;
+  // Waits for the key. Errors: kTimeout, kSystem.
+  virtual Result<std::string> get(const std::string& key, std::int64_t timeout_ms) = 0;
+};
+
+// Keys as files of a folder that all ranks see; for tests, benchmarks and single hosts.
+std::unique_ptr<Store> make_file_store(const std::string& folder);
+
+// One line of the flight recorder.
+struct FlightRecord {
+  std::uint64_t op_number = 0;
+  Signature signature = 0;
+  bool is_finished = false;
+  StatusCode code = StatusCode::kOk;
+};
+
+// How a peer is reached, and what moved.
+struct PeerStats {
+  Rank rank = kNoRank;
+  std::string transport;
+  LinkCounters counters;
+};
+
+class Communicator {
+ public:
+  // Collective. Errors: kInvalidUsage if ranks differ in version, build or options, naming both
+  // sides; kTimeout naming the missing ranks.
+  static Result<std::unique_ptr<Communicator>> create(Store& store, Rank rank, int world_size,
+                                                      const Options& options);
+  // Leaves: peers that still need this rank fail, those that do not go on.
+  virtual ~Communicator() = default;
+
+  virtual Rank rank() const = 0;
+  virtual int world_size() const = 0;
+
+  // Thread: any; operations run in the order of the calls.
+  // Cost: up to 4 KiB among ranks of one host, one exchange of cache lines in the caller.
+  virtual Status run(const OpRequest& request) = 0;
+  virtual std::shared_ptr<Operation> start(const OpRequest& request) = 0;
+
+  // Ends every pending and later operation with kAborted.
+  virtual void abort(const std::string& reason) = 0;
+  virtual void set_timeout_ms(std::int64_t timeout_ms) = 0;
+  // Polled every ~50 ms while a caller waits; true makes the wait end with kAborted.
+  virtual void set_interrupt_check(std::function<bool()> is_interrupted) = 0;
+
+  // Memory that the host's other ranks can reach: collectives on it copy nothing.
+  // Errors: kSystem if shared memory is short or not shared with every rank.
+  virtual Result<std::byte*> allocate_shared(std::uint64_t bytes) = 0;
+  virtual void free_shared(std::byte* data) = 0;
+
+  virtual std::vector<FlightRecord> flight_records() const = 0;
+  virtual std::vector<PeerStats> peer_stats() const = 0;
+};
+
+// Says goodbye on all links of this process; later operations fail. For interpreters that end
+// without destroying their groups.
+void shutdown_process();
+
+const char* version();
+
+}  // namespace pycomm

@@ -1,0 +1,107 @@
+#include "platform/memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "platform/system.h"
+
+namespace pycomm::platform {
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  if (this != &other) {
+    if (data_ != nullptr) munmap(data_, bytes_);
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = std::exchange(other.bytes_, 0);
+  }
+  return *this;
+}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) munmap(data_, bytes_);
+}
+
+bool Mapping::contains(const void* pointer, std::uint64_t bytes) const {
+  const auto* at = static_cast<const std::byte*>(pointer);
+  return data_ != nullptr && at >= data_ && at <= data_ + bytes_ &&
+         bytes <= static_cast<std::uint64_t>(data_ + bytes_ - at);
+}
+
+Result<SealedMemory> SealedMemory::create(const char* label, std::uint64_t bytes) {
+  SealedMemory memory;
+  memory.fd_.reset(memfd_create(label, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memory.fd_) return system_error("memfd_create");
+  if (ftruncate(memory.fd(), static_cast<off_t>(bytes)) != 0) return system_error("ftruncate");
+  if (fcntl(memory.fd(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
+    return system_error("sealing a memfd");
+  }
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                    memory.fd(), 0);
+  if (data == MAP_FAILED) return system_error("mmap of shared memory");
+  madvise(data, bytes, MADV_DONTFORK);  // a forked child must not hold or write it
+  memory.mapping_ = Mapping(static_cast<std::byte*>(data), bytes);
+  return memory;
+}
+
+Status SealedMemory::commit(std::uint64_t offset, std::uint64_t bytes) {
+  while (fallocate(fd_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
+    if (errno == EINTR) continue;
+    return system_error("no shared memory for " + std::to_string(bytes) + " bytes");
+  }
+  return Status();
+}
+
+void SealedMemory::release(std::uint64_t offset, std::uint64_t bytes) {
+  fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+            static_cast<off_t>(bytes));
+}
+
+Result<Mapping> map_sealed(int fd, std::uint64_t bytes_max, Access access) {
+  const int seals = fcntl(fd, F_GET_SEALS);
+  constexpr int kNeeded = F_SEAL_GROW | F_SEAL_SHRINK;
+  struct stat info;
+  if (seals < 0 || (seals & kNeeded) != kNeeded || fstat(fd, &info) != 0 || info.st_size <= 0 ||
+      static_cast<std::uint64_t>(info.st_size) > bytes_max) {
+    return Status::error(StatusCode::kInternal, "a peer offered memory that is not a sealed memfd");
+  }
+  const auto bytes = static_cast<std::uint64_t>(info.st_size);
+  const int protection = access == Access::kReadOnly ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* data = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (data == MAP_FAILED) return system_error("mmap of a peer's shared memory");
+  madvise(data, bytes, MADV_DONTFORK);
+  return Mapping(static_cast<std::byte*>(data), bytes);
+}
+
+bool read_process_memory(int pid, std::uint64_t address, std::byte* out, std::uint64_t bytes) {
+  while (bytes > 0) {
+    // The kernel moves at most about 2 GiB a call.
+    const std::uint64_t part = std::min<std::uint64_t>(bytes, std::uint64_t{1} << 30);
+    iovec local{out, part};
+    iovec remote{reinterpret_cast<void*>(address), part};
+    const ssize_t n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;
+    out += n;
+    address += static_cast<std::uint64_t>(n);
+    bytes -= static_cast<std::uint64_t>(n);
+  }
+  return true;
+}
+
+void allow_memory_reads() {
+  // Yama remembers one allowed reader; only "any" serves several ranks. Other users' processes
+  // are still refused by the ordinary ptrace rules.
+#if defined(PR_SET_PTRACER) && defined(PR_SET_PTRACER_ANY)
+  prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+#endif
+}
+
+}  // namespace pycomm::platform

@@ -1,0 +1,133 @@
+#include "platform/system.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+
+#include "base/check.h"
+
+namespace pycomm::platform {
+
+base::TimeNs RealClock::now_ns() const {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return base::TimeNs{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+const RealClock& real_clock() {
+  static const RealClock clock;
+  return clock;
+}
+
+void sleep_ns(std::int64_t ns) {
+  timespec duration{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
+  nanosleep(&duration, nullptr);
+}
+
+void yield_thread() { sched_yield(); }
+
+std::optional<std::string> environment(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr) return std::nullopt;
+  return std::string(value);
+}
+
+Status system_error(const std::string& text) {
+  return Status::error(StatusCode::kSystem, text + ": " + std::strerror(errno));
+}
+
+namespace {
+
+void fill_random(void* data, std::size_t bytes) {
+  auto* at = static_cast<unsigned char*>(data);
+  while (bytes > 0) {
+    const ssize_t n = getrandom(at, bytes, 0);
+    if (n < 0 && errno == EINTR) continue;
+    PYCOMM_CHECK(n > 0);
+    at += n;
+    bytes -= static_cast<std::size_t>(n);
+  }
+}
+
+std::string boot_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  file >> id;
+  return id.empty() ? "no-boot-id-" + random_hex128() : id;
+}
+
+}  // namespace
+
+std::string random_hex128() {
+  unsigned char bytes[16];
+  fill_random(bytes, sizeof bytes);
+  static const char digits[] = "0123456789abcdef";
+  std::string text;
+  for (unsigned char b : bytes) {
+    text += digits[b >> 4];
+    text += digits[b & 15];
+  }
+  return text;
+}
+
+std::uint64_t random_u64() {
+  std::uint64_t value;
+  fill_random(&value, sizeof value);
+  return value;
+}
+
+std::string host_identity() {
+  static const std::string id = boot_id();
+  return id;
+}
+
+std::string shared_memory_domain() {
+  struct stat info;
+  const std::string network =
+      stat("/proc/self/ns/net", &info) == 0 ? std::to_string(info.st_ino) : "unknown";
+  return host_identity() + "/net" + network + "/uid" + std::to_string(geteuid());
+}
+
+int process_id() { return getpid(); }
+
+int num_cpus_allowed() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return CPU_COUNT(&set);
+}
+
+bool pin_thread_to_allowed_cpu(int index) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return false;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &allowed) || index-- > 0) continue;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    return sched_setaffinity(0, sizeof one, &one) == 0;
+  }
+  return false;
+}
+
+void block_signals_in_this_thread() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+}
+
+void on_fork_child(void (*what)()) { pthread_atfork(nullptr, nullptr, what); }
+
+void on_process_exit(void (*what)()) { std::atexit(what); }
+
+}  // namespace pycomm::platform

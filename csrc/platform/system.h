@@ -1,0 +1,51 @@
+// The process and its host: clock, environment, identity, random bytes, threads.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "base/clock.h"
+#include "pycomm/status.h"
+
+namespace pycomm::platform {
+
+// CLOCK_MONOTONIC.
+class RealClock final : public base::Clock {
+ public:
+  base::TimeNs now_ns() const override;
+};
+const RealClock& real_clock();
+
+void sleep_ns(std::int64_t ns);
+void yield_thread();
+
+std::optional<std::string> environment(const char* name);
+
+// "text: strerror(errno)" as a kSystem status.
+Status system_error(const std::string& text);
+
+// 16 bytes from the kernel's generator, as 32 hexadecimal digits.
+std::string random_hex128();
+std::uint64_t random_u64();
+
+// Equal for two processes that can share memory over a local socket: same boot of the kernel,
+// same network namespace, same user.
+std::string shared_memory_domain();
+// Equal for two processes on one running kernel.
+std::string host_identity();
+
+int process_id();
+int num_cpus_allowed();
+// Restricts the calling thread to the index-th allowed processor; false if there is none.
+bool pin_thread_to_allowed_cpu(int index);
+
+// Signals go to other threads from now on.
+void block_signals_in_this_thread();
+
+// `what()` runs in the child after every fork of this process, before fork returns there.
+void on_fork_child(void (*what)());
+// `what()` runs when the process ends by exit() or by returning from main.
+void on_process_exit(void (*what)());
+
+}  // namespace pycomm::platform

@@ -1,0 +1,56 @@
+// A link that drives a MessageCore, and what an engine needs of it beyond the contract: a
+// descriptor to sleep on, and a look whether something waits. Shared by shm and tcp.
+#pragma once
+
+#include <atomic>
+
+#include "transport/message_core.h"
+
+namespace pycomm::transport {
+
+class CoreLink : public Link {
+ public:
+  CoreLink(const CoreOptions& options, PullPort* pull_port) : core_(options, pull_port) {}
+
+  void post(Transfer& transfer) override { core_.post(transfer); }
+  void send(Transfer& transfer) override { core_.send(transfer); }
+  void cancel(Transfer& transfer) override { core_.cancel(transfer); }
+  void retire(std::uint64_t group, std::uint64_t op) override { core_.retire(group, op); }
+  RemoteMemory* remote_memory() override { return &core_; }
+  LinkCounters counters() const override { return core_.counters(); }
+  void close() override { core_.queue_goodbye(); }
+
+  Viability is_viable() const override {
+    if (!core_.failure().is_ok()) return {false, core_.failure().message()};
+    if (core_.peer_departed()) return {false, "the peer has left"};
+    return {};
+  }
+
+  // Readable when the peer moved or died.
+  virtual int fd() const = 0;
+  virtual bool wants_write() const { return false; }
+  // Called when fd() is ready; progress() follows.
+  virtual void on_ready() {}
+  // Whether something arrived that progress() would take; no system call.
+  virtual bool has_incoming() const { return false; }
+
+  void fail(const Status& status) { core_.fail(status); }
+  const Status& failure() const { return core_.failure(); }
+  bool peer_departed() const { return core_.peer_departed(); }
+  // Everything queued here, a goodbye included, has left.
+  bool is_flushed() const { return core_.is_idle(); }
+  // fd() has nothing more to say: the link failed, or the peer said goodbye and closed.
+  bool has_ended() const { return has_ended_ || !core_.failure().is_ok(); }
+
+ protected:
+  // The peer said goodbye and closed: what is still queued for it counts as delivered.
+  void end_after_goodbye() {
+    has_ended_ = true;
+    while (core_.front() != nullptr) core_.pop();
+  }
+
+  MessageCore core_;
+  bool has_ended_ = false;
+};
+
+}  // namespace pycomm::transport

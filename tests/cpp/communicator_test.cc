@@ -1,0 +1,317 @@
+// Communicators in real processes: every operation at every path, mismatches, leaving, dying.
+#include "pycomm/communicator.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "forked_ranks.h"
+
+namespace pycomm {
+namespace {
+
+using test::all_reduce;
+using test::run_group;
+
+Options options_for(TransportChoice transport) {
+  Options options;
+  options.transport = transport;
+  options.timeout_ms = 30'000;
+  return options;
+}
+
+std::vector<int> zeros(int n) { return std::vector<int>(static_cast<std::size_t>(n), 0); }
+
+struct Case {
+  TransportChoice transport;
+  int world_size;
+};
+
+class Collectives : public testing::TestWithParam<Case> {};
+
+// Sums of small integers are exact in any order, so the expected value is exact too.
+TEST_P(Collectives, AllReduceAtEverySize) {
+  const Case c = GetParam();
+  const auto results = run_group(c.world_size, options_for(c.transport), [&](Communicator& comm) {
+    for (const std::uint64_t count : {0ull, 1ull, 2ull, 7ull, 16ull, 1000ull, 1024ull, 1025ull,
+                                      20'000ull, 65'537ull, 1'000'003ull}) {
+      std::vector<float> data(count);
+      for (std::uint64_t i = 0; i < count; ++i) {
+        data[i] = static_cast<float>(comm.rank() + 1) * static_cast<float>(i % 97);
+      }
+      const Status status = comm.run(all_reduce(data.data(), count));
+      if (!status.is_ok()) {
+        std::fprintf(stderr, "%s\n", status.to_string().c_str());
+        return 1;
+      }
+      const int n = comm.world_size();
+      const float total = static_cast<float>(n * (n + 1) / 2);
+      for (std::uint64_t i = 0; i < count; ++i) {
+        if (data[i] != total * static_cast<float>(i % 97)) return 2;
+      }
+    }
+    return 0;
+  });
+  EXPECT_EQ(results, zeros(c.world_size));
+}
+
+TEST_P(Collectives, BroadcastGatherBarrierAverage) {
+  const Case c = GetParam();
+  const auto results = run_group(c.world_size, options_for(c.transport), [&](Communicator& comm) {
+    const int n = comm.world_size();
+    for (const std::uint64_t count : {1ull, 100ull, 5'000ull, 300'000ull}) {
+      for (Rank root = 0; root < n; ++root) {
+        std::vector<std::int64_t> data(count, comm.rank() == root ? 42 + root : -1);
+        OpRequest request;
+        request.kind = OpKind::kBroadcast;
+        request.dtype = DType::kInt64;
+        request.root = root;
+        request.input = request.output = reinterpret_cast<std::byte*>(data.data());
+        request.count = count;
+        if (!comm.run(request).is_ok() || data[0] != 42 + root || data[count - 1] != 42 + root) {
+          return 1;
+        }
+      }
+      std::vector<std::int32_t> mine(count, comm.rank());
+      std::vector<std::int32_t> all(count * static_cast<std::uint64_t>(n), -1);
+      OpRequest request;
+      request.kind = OpKind::kAllGather;
+      request.dtype = DType::kInt32;
+      request.input = reinterpret_cast<std::byte*>(mine.data());
+      request.output = reinterpret_cast<std::byte*>(all.data());
+      request.count = count;
+      if (!comm.run(request).is_ok()) return 2;
+      for (std::uint64_t i = 0; i < all.size(); ++i) {
+        if (all[i] != static_cast<std::int32_t>(i / count)) return 3;
+      }
+      std::vector<float> values(count, static_cast<float>(comm.rank()));
+      OpRequest average = all_reduce(values.data(), count);
+      average.op = ReduceOp::kAvg;
+      if (!comm.run(average).is_ok()) return 4;
+      const float expected = static_cast<float>(n - 1) / 2.0f;
+      if (std::fabs(values[0] - expected) > 1e-5f || std::fabs(values[count - 1] - expected) > 1e-5f) {
+        return 5;
+      }
+    }
+    for (int i = 0; i < 50; ++i) {
+      if (!comm.run(OpRequest{}).is_ok()) return 6;
+    }
+    return 0;
+  });
+  EXPECT_EQ(results, zeros(c.world_size));
+}
+
+TEST_P(Collectives, ManyAsyncOperationsInFlight) {
+  const Case c = GetParam();
+  const auto results = run_group(c.world_size, options_for(c.transport), [&](Communicator& comm) {
+    std::vector<std::vector<float>> buffers;
+    std::vector<std::shared_ptr<Operation>> operations;
+    for (int i = 0; i < 60; ++i) buffers.emplace_back(1 + static_cast<std::size_t>(i) * 997, 1.0f);
+    for (auto& buffer : buffers) {
+      operations.push_back(comm.start(all_reduce(buffer.data(), buffer.size())));
+    }
+    for (std::size_t i = 0; i < buffers.size(); ++i) {
+      if (!operations[i]->wait().is_ok()) return 1;
+      for (float value : buffers[i]) {
+        if (value != static_cast<float>(comm.world_size())) return 2;
+      }
+    }
+    return 0;
+  });
+  EXPECT_EQ(results, zeros(c.world_size));
+}
+
+// A rank that runs out of work first and leaves is no death to the others.
+TEST_P(Collectives, LeavingEarlyIsNoDeath) {
+  const Case c = GetParam();
+  const auto results = run_group(c.world_size, options_for(c.transport), [&](Communicator& comm) {
+    std::vector<float> data(100'000, 1.0f);
+    if (!comm.run(all_reduce(data.data(), data.size())).is_ok()) return 1;
+    if (comm.rank() > 0) return 0;
+    platform::sleep_ns(100'000'000);
+    const Status after = comm.run(all_reduce(data.data(), 2));
+    if (comm.world_size() == 1) return after.is_ok() ? 0 : 2;
+    // Needing a rank that left is an error that names it.
+    if (after.code() != StatusCode::kPeerLost || after.rank() == kNoRank) return 3;
+    return after.message().find("left") != std::string::npos ? 0 : 4;
+  });
+  EXPECT_EQ(results, zeros(c.world_size));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Paths, Collectives,
+    testing::Values(Case{TransportChoice::kShm, 1}, Case{TransportChoice::kShm, 2},
+                    Case{TransportChoice::kShm, 3}, Case{TransportChoice::kShm, 5},
+                    Case{TransportChoice::kTcp, 2}, Case{TransportChoice::kTcp, 3},
+                    Case{TransportChoice::kTcp, 4}),
+    [](const auto& info) {
+      return std::string(info.param.transport == TransportChoice::kShm ? "shm" : "tcp") +
+             std::to_string(info.param.world_size);
+    });
+
+TEST(Communicator, SharedTensorsAreReducedInPlaceWithNothingStaged) {
+  for (const int world_size : {2, 3, 4}) {
+    const auto results =
+        run_group(world_size, options_for(TransportChoice::kShm), [&](Communicator& comm) {
+          for (const std::uint64_t count : {1025ull, 100'001ull, 4'194'304ull}) {
+            auto memory = comm.allocate_shared(count * sizeof(float));
+            if (!memory.is_ok()) return 1;
+            auto* data = reinterpret_cast<float*>(memory.value());
+            for (std::uint64_t i = 0; i < count; ++i) {
+              data[i] = static_cast<float>(i % 31) * static_cast<float>(comm.rank() + 1);
+            }
+            if (!comm.run(all_reduce(data, count)).is_ok()) return 2;
+            const int n = comm.world_size();
+            for (std::uint64_t i = 0; i < count; ++i) {
+              if (data[i] != static_cast<float>(i % 31) * static_cast<float>(n * (n + 1) / 2)) return 3;
+            }
+            if (!comm.run(OpRequest{}).is_ok()) return 4;
+            comm.free_shared(memory.value());
+          }
+          for (const PeerStats& peer : comm.peer_stats()) {
+            if (peer.counters.bytes_staged != 0 || peer.counters.bytes_direct != 0) return 5;
+          }
+          return 0;
+        });
+    EXPECT_EQ(results, zeros(world_size));
+  }
+}
+
+TEST(Communicator, DifferentOperationsAreAnErrorThatNamesBothAndTheGroupGoesOn) {
+  const auto results = run_group(3, options_for(TransportChoice::kShm), [&](Communicator& comm) {
+    std::vector<float> data(100'000, 1.0f);
+    for (const std::uint64_t count : {10ull, 50'000ull}) {
+      const Status status = comm.run(all_reduce(data.data(), comm.rank() == 1 ? count + 1 : count));
+      if (status.code() != StatusCode::kInvalidUsage) return 1;
+      const std::string& text = status.message();
+      if (text.find(std::to_string(count) + " elements") == std::string::npos) return 2;
+      if (text.find(std::to_string(count + 1) + " elements") == std::string::npos) return 3;
+    }
+    return comm.run(all_reduce(data.data(), 10)).is_ok() ? 0 : 4;
+  });
+  EXPECT_EQ(results, zeros(3));
+}
+
+TEST(Communicator, UnequalOptionsAreAnErrorThatNamesBothSides) {
+  const std::string folder = test::make_folder();
+  const auto results = test::run_ranks(2, [&](Rank rank) {
+    auto store = make_file_store(folder);
+    Options options = options_for(TransportChoice::kShm);
+    if (rank == 1) options.chunk_bytes *= 2;
+    auto communicator = Communicator::create(*store, rank, 2, options);
+    if (communicator.is_ok()) return 1;
+    const std::string text = communicator.status().message();
+    const bool names_both = text.find("262144") != std::string::npos &&
+                            text.find("524288") != std::string::npos;
+    return names_both && communicator.status().code() == StatusCode::kInvalidUsage ? 0 : 2;
+  });
+  std::filesystem::remove_all(folder);
+  EXPECT_EQ(results, zeros(2));
+}
+
+TEST(Communicator, AMissingRankIsNamedAtTheDeadline) {
+  const std::string folder = test::make_folder();
+  const auto results = test::run_ranks(1, [&](Rank) {
+    auto store = make_file_store(folder);
+    Options options = options_for(TransportChoice::kAuto);
+    options.timeout_ms = 300;
+    auto communicator = Communicator::create(*store, 0, 2, options);
+    return communicator.status().code() == StatusCode::kTimeout &&
+                   communicator.status().message().find("rank 1") != std::string::npos
+               ? 0
+               : 1;
+  });
+  std::filesystem::remove_all(folder);
+  EXPECT_EQ(results, zeros(1));
+}
+
+TEST(Communicator, ALateRankIsATimeoutThatNamesIt) {
+  for (const TransportChoice transport : {TransportChoice::kShm, TransportChoice::kTcp}) {
+    const auto results = run_group(2, options_for(transport), [&](Communicator& comm) {
+      std::vector<float> data(2, 1.0f);
+      OpRequest request = all_reduce(data.data(), 2);
+      if (comm.rank() == 1) {
+        platform::sleep_ns(600'000'000);
+        return 0;
+      }
+      request.timeout_ms = 200;
+      const Status status = comm.run(request);
+      return status.code() == StatusCode::kTimeout && status.rank() == 1 ? 0 : 1;
+    });
+    EXPECT_EQ(results, zeros(2));
+  }
+}
+
+TEST(Communicator, AForkedChildGetsAnErrorNotAHang) {
+  const auto results = run_group(2, options_for(TransportChoice::kShm), [&](Communicator& comm) {
+    std::vector<float> data(8, 1.0f);
+    if (!comm.run(all_reduce(data.data(), 8)).is_ok()) return 1;
+    const pid_t child = fork();
+    if (child == 0) {
+      const Status status = comm.run(all_reduce(data.data(), 8));
+      _exit(status.code() == StatusCode::kInvalidUsage ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) return 2;
+    return comm.run(all_reduce(data.data(), 8)).is_ok() ? 0 : 3;
+  });
+  EXPECT_EQ(results, zeros(2));
+}
+
+TEST(Communicator, FiftyTimesInitAndDestroyLeavesNoDescriptors) {
+  const std::string folder = test::make_folder();
+  const auto results = test::run_ranks(2, [&](Rank rank) {
+    auto store = make_file_store(folder);
+    const auto count_fds = [] {
+      int n = 0;
+      for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) ++n;
+      return n;
+    };
+    int before = 0;
+    for (int i = 0; i < 50; ++i) {
+      Options options = options_for(i % 2 == 0 ? TransportChoice::kShm : TransportChoice::kTcp);
+      options.group_name = "round" + std::to_string(i);
+      auto communicator = Communicator::create(*store, rank, 2, options);
+      if (!communicator.is_ok()) return 1;
+      std::vector<float> data(5'000, 1.0f);
+      if (!communicator.value()->run(all_reduce(data.data(), data.size())).is_ok()) return 2;
+      communicator = Status::error(StatusCode::kAborted, "dropped");
+      if (i == 1) before = count_fds();
+    }
+    return count_fds() == before ? 0 : 3;
+  });
+  std::filesystem::remove_all(folder);
+  EXPECT_EQ(results, zeros(2));
+}
+
+TEST(Communicator, SixtyFourSubgroupsShareOneEngine) {
+  const std::string folder = test::make_folder();
+  const auto results = test::run_ranks(2, [&](Rank rank) {
+    auto store = make_file_store(folder);
+    std::vector<std::unique_ptr<Communicator>> groups;
+    for (int i = 0; i < 64; ++i) {
+      Options options = options_for(TransportChoice::kAuto);
+      options.group_name = "group" + std::to_string(i);
+      auto communicator = Communicator::create(*store, rank, 2, options);
+      if (!communicator.is_ok()) return 1;
+      groups.push_back(std::move(communicator).value());
+    }
+    for (int round = 0; round < 3; ++round) {
+      for (auto& group : groups) {
+        std::vector<float> data(3'000, 1.0f);
+        if (!group->run(all_reduce(data.data(), 3)).is_ok()) return 2;
+        if (!group->run(all_reduce(data.data(), data.size())).is_ok()) return 3;
+        if (data[2] != 4.0f || data[3] != 2.0f) return 4;
+      }
+    }
+    int threads = 0;
+    for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) ++threads;
+    return threads <= 2 ? 0 : 5;
+  });
+  std::filesystem::remove_all(folder);
+  EXPECT_EQ(results, zeros(2));
+}
+
+}  // namespace
+}  // namespace pycomm
