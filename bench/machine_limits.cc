@@ -129,6 +129,21 @@ __attribute__((target_clones("avx512f", "avx2", "default"))) std::uint64_t sum_o
   return sum;
 }
 
+// Many independent sums, so that the loop waits for memory and not for its own adds.
+__attribute__((target_clones("avx512f", "avx2", "default"))) float sum_of_both(
+    const float* __restrict a, const float* __restrict b, std::uint64_t count) {
+  constexpr int kSums = 64;
+  float sums[kSums] = {};
+  for (std::uint64_t i = 0; i + kSums <= count; i += kSums) {
+    for (int k = 0; k < kSums; ++k) {
+      sums[k] += a[i + static_cast<std::uint64_t>(k)] + b[i + static_cast<std::uint64_t>(k)];
+    }
+  }
+  float sum = 0;
+  for (float s : sums) sum += s;
+  return sum;
+}
+
 // Median seconds of `work` over rounds, both processes starting each round together.
 double timed_rounds(Flags& flags, int me, int num_rounds, bool together,
                     const std::function<void(int)>& work) {
@@ -232,7 +247,7 @@ double process_vm_readv_bytes_per_s(std::uint64_t bytes) {
   return static_cast<double>(bytes) / seconds;
 }
 
-double shared_all_reduce_s(std::uint64_t bytes) {
+double shared_all_reduce_s(std::uint64_t bytes, SharedPass pass) {
   Shared memory(2 * bytes);
   return in_two([&](int me, Flags& flags) {
     auto* a = reinterpret_cast<float*>(memory.data);
@@ -241,11 +256,17 @@ double shared_all_reduce_s(std::uint64_t bytes) {
     const std::uint64_t first = static_cast<std::uint64_t>(me) * half;
     std::vector<double> times;
     std::uint64_t round = 0;
-    for (int i = 0; i < std::min(rounds_for(bytes), 500); ++i) {
+    volatile float sink = 0;
+    for (int i = 0; i < std::min(rounds_for(bytes), 200); ++i) {
+      std::fill(me == 0 ? a : b, (me == 0 ? a : b) + bytes / sizeof(float), 1.0f);
       flags.exchange(me, ++round);
       const auto start = Clock::now();
       flags.exchange(me, ++round);
-      add_both(a + first, b + first, half);
+      if (pass == SharedPass::kReadOnly) {
+        sink = sink + sum_of_both(a + first, b + first, half);
+      } else {
+        add_both(a + first, b + first, half);
+      }
       flags.exchange(me, ++round);
       times.push_back(seconds_since(start));
     }
@@ -361,7 +382,8 @@ std::vector<Limit> measure_limits() {
     }
     limits.push_back({"cross-core read", bytes, 2, best([&] { return cross_read_bytes_per_s(bytes); }, false) / 1e9, "GB/s"});
     limits.push_back({"process_vm_readv", bytes, 2, best([&] { return process_vm_readv_bytes_per_s(bytes); }, false) / 1e9, "GB/s"});
-    limits.push_back({"shared all_reduce", bytes, 2, best([&] { return shared_all_reduce_s(bytes); }, true) * 1e6, "us"});
+    limits.push_back({"shared tensors, read only", bytes, 2, best([&] { return shared_all_reduce_s(bytes, SharedPass::kReadOnly); }, true) * 1e6, "us"});
+    limits.push_back({"shared tensors, bare loop", bytes, 2, best([&] { return shared_all_reduce_s(bytes, SharedPass::kWhole); }, true) * 1e6, "us"});
   }
   limits.push_back({"TCP loopback stream", std::uint64_t{16} << 20, 2, best([] { return tcp_stream_bytes_per_s(std::uint64_t{16} << 20); }, false) / 1e9, "GB/s"});
   limits.push_back({"TCP loopback round trip", 8, 2, best([] { return tcp_round_trip_ns(); }, true), "ns"});

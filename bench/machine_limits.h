@@ -32,9 +32,12 @@ double add_bytes_per_s(std::uint64_t bytes, int num_processes);
 double cross_read_bytes_per_s(std::uint64_t bytes);
 double process_vm_readv_bytes_per_s(std::uint64_t bytes);
 
-// The bare two-process all_reduce of `bytes` in memory that both map: each reads its half of both
-// tensors, adds, and writes both; flags before and after. Seconds. No library code.
-double shared_all_reduce_s(std::uint64_t bytes);
+// Two-process all_reduce of `bytes` in memory that both map, each tensor freshly written by its
+// owner, between two flag exchanges. Seconds; no library code.
+//   kReadOnly  only what no implementation can avoid: each reads its half of both tensors
+//   kWhole     the bare loop: each reads its half of both, adds, and writes both
+enum class SharedPass { kReadOnly, kWhole };
+double shared_all_reduce_s(std::uint64_t bytes, SharedPass pass);
 
 // One TCP stream over loopback, bytes per second, and the 8-byte round trip in ns.
 double tcp_stream_bytes_per_s(std::uint64_t bytes);

@@ -117,7 +117,7 @@ Rank Execution::missing_peer() {
 bool Execution::await_flat() {
   if (missing_peer() != kNoRank) return is_finished();
   if (stage_ == Stage::kFlat) {
-    finish(collect_result(*group_.flat, request_, signature_));
+    finish(collect_result(*group_.flat, request_, signature_, request_.op_number));
     return true;
   }
   if (stage_ == Stage::kClosing) {

@@ -23,7 +23,8 @@ void FlatExchange::publish(Signature signature, const void* payload, std::uint64
   } else if (bytes > 0) {
     std::memcpy(bytes <= FlatSlot::kSmallBytes ? slot.small : slot.large, payload, bytes);
   }
-  slot.sequence.store(sequence_, std::memory_order_release);
+  // Sequentially consistent, so that the look at who sleeps (Waker) comes after it.
+  slot.sequence.store(sequence_, std::memory_order_seq_cst);
 }
 
 void publish_request(FlatExchange& flat, const OpRequest& request, Signature signature) {
@@ -48,8 +49,9 @@ Status compare_signatures(const FlatExchange& flat, Signature signature, std::ui
   return Status();
 }
 
-Status collect_result(const FlatExchange& flat, const OpRequest& request, Signature signature) {
-  PYCOMM_RETURN_IF_ERROR(compare_signatures(flat, signature, request.op_number));
+Status collect_result(const FlatExchange& flat, const OpRequest& request, Signature signature,
+                      std::uint64_t op_number) {
+  PYCOMM_RETURN_IF_ERROR(compare_signatures(flat, signature, op_number));
   const std::uint64_t bytes = request.bytes();
   const int n = flat.world_size();
   if (bytes == 0) return Status();

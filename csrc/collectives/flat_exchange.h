@@ -75,7 +75,8 @@ class FlatExchange {
 // Publishes what `request` contributes, and, once all have arrived, writes its result.
 // collect() errors: kInvalidUsage naming both ranks and both signatures if they differ.
 void publish_request(FlatExchange& flat, const OpRequest& request, Signature signature);
-Status collect_result(const FlatExchange& flat, const OpRequest& request, Signature signature);
+Status collect_result(const FlatExchange& flat, const OpRequest& request, Signature signature,
+                      std::uint64_t op_number);
 // The check alone; the first rank that differs.
 Status compare_signatures(const FlatExchange& flat, Signature signature, std::uint64_t op);
 

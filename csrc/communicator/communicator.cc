@@ -58,7 +58,8 @@ class CommunicatorImpl final : public Communicator {
       }
       group_->release();
     }
-    const std::shared_ptr<Operation> operation = start(request);
+    const auto operation = std::make_shared<QueuedOperation>(engine_, request);
+    engine_->submit(*group_, operation, true);
     for (;;) {
       Status status = operation->wait(kSleepSliceNs / 1'000'000);
       if (operation->is_done()) return operation->status();
@@ -74,7 +75,7 @@ class CommunicatorImpl final : public Communicator {
     if (Status status = check_usable(request); !status.is_ok()) {
       operation->complete(status);
     } else {
-      engine_->submit(*group_, operation);
+      engine_->submit(*group_, operation, false);
     }
     return operation;
   }
@@ -113,36 +114,42 @@ class CommunicatorImpl final : public Communicator {
   }
 
   // The fused step of a small operation, in the caller. The group is owned.
-  Status run_flat(const OpRequest& asked) {
+  Status run_flat(const OpRequest& request) {
     Group& group = *group_;
     collectives::FlatExchange& flat = *group.context.flat;
-    OpRequest request = asked;
-    request.op_number = group.next_op_number();
+    const std::uint64_t op_number = group.next_op_number();
     const Signature signature = request.signature();
-    group.recorder.begin(request.op_number, signature);
+    group.recorder.begin(op_number, signature);
     collectives::publish_request(flat, request, signature);
     group.wake_peers();
-    Status status;
-    for (Rank p = 0; p < group.context.world_size && status.is_ok(); ++p) {
-      status = await_peer(p, request);
+    for (Rank p = 0; p < group.context.world_size; ++p) {
+      if (__builtin_expect(!await_peer(p), 0)) {
+        if (Status status = await_slow_peer(p, request); !status.is_ok()) {
+          return fail_flat(status, request, op_number);
+        }
+      }
     }
-    const bool all_came = status.is_ok();
-    if (all_came) status = collectives::collect_result(flat, request, signature);
-    group.recorder.end(request.op_number, status.code());
-    if (__builtin_expect(status.is_ok(), 1)) return status;
-    status = group.explain(status, request);
-    // A difference of signatures leaves everyone in step; anything else ends the group.
-    if (!all_came) group.mark_failed(status);
-    return status;
+    Status status = collectives::collect_result(flat, request, signature, op_number);
+    group.recorder.end(op_number, status.code());
+    // A difference of signatures leaves everyone in step: the group goes on.
+    return status.is_ok() ? status : group.explain(status, request, op_number);
   }
 
-  Status await_peer(Rank peer, const OpRequest& request) {
+  Status fail_flat(const Status& status, const OpRequest& request, std::uint64_t op_number) {
+    group_->recorder.end(op_number, status.code());
+    const Status told = group_->explain(status, request, op_number);
+    group_->mark_failed(status);
+    engine_->kick();
+    return told;
+  }
+
+  bool await_peer(Rank peer) const {
     const collectives::FlatExchange& flat = *group_->context.flat;
     for (int looks = 0; looks < kLooksBeforeClock; ++looks) {
-      if (flat.has_arrived(peer)) return Status();
+      if (flat.has_arrived(peer)) return true;
       base::spin_pause();
     }
-    return await_slow_peer(peer, request);
+    return false;
   }
 
   Status await_slow_peer(Rank peer, const OpRequest& request) {
@@ -154,7 +161,8 @@ class CommunicatorImpl final : public Communicator {
     const TimeNs deadline = base::deadline_after(start, timeout);
     while (!flat.has_arrived(peer)) {
       if (group.has_failed()) return group.failure();
-      if (group.has_departed(peer) && !flat.has_arrived(peer)) {
+      // In this order: a notice of who failed is taken in before the goodbye behind it.
+      if (group.has_departed(peer) && !flat.has_arrived(peer) && !group.has_failed()) {
         return Status::error(StatusCode::kPeerLost,
                              "rank " + std::to_string(peer) +
                                  " was lost: it left the group before this operation",

@@ -126,7 +126,8 @@ void Engine::stop() {
   }
   for (Member& member : members) {
     abort_group(*member.group,
-                Status::error(StatusCode::kAborted, "this process has shut pycomm down"));
+                Status::error(StatusCode::kAborted, "this process has shut pycomm down"),
+                Group::Tell::kNobody);
   }
   {
     std::lock_guard lock(mutex_);
@@ -205,7 +206,8 @@ void Engine::add_group(const std::shared_ptr<Group>& group,
 }
 
 void Engine::remove_group(const std::shared_ptr<Group>& group) {
-  abort_group(*group, Status::error(StatusCode::kAborted, "the group was destroyed"));
+  abort_group(*group, Status::error(StatusCode::kAborted, "the group was destroyed"),
+              Group::Tell::kNobody);
   group->own();
   std::lock_guard lock(mutex_);
   for (Link* link : group->context.links) {
@@ -249,8 +251,41 @@ void Engine::sweep_graves() {
   });
 }
 
+// A peer's word about a group counts before its own end does.
+void Engine::take_notices(const std::string& process_id, CoreLink& link) {
+  for (const transport::GroupNotice& notice : link.take_notices()) {
+    for (Member& member : members_) {
+      if (member.group->context.group != notice.group) continue;
+      const auto& ids = member.process_ids;
+      const auto from = std::find(ids.begin(), ids.end(), process_id) - ids.begin();
+      const std::string who = "rank " + std::to_string(notice.rank);
+      const std::string what =
+          notice.rank == kNoRank                       ? std::string(to_string(notice.code))
+          : notice.code == StatusCode::kPeerLost       ? who + " was lost"
+                                                       : to_string(notice.code) + (" at " + who);
+      member.group->mark_failed(
+          Status::error(notice.code, what + " (rank " + std::to_string(from) + " says)",
+                        notice.rank),
+          Group::Tell::kNobody);
+    }
+  }
+}
+
+void Engine::tell_failures() {
+  for (Member& member : members_) {
+    if (!member.group->take_untold_failure()) continue;
+    const Status failure = member.group->failure();
+    for (const std::string& id : member.process_ids) {
+      const auto it = links_.find(id);
+      if (it == links_.end()) continue;
+      it->second.link->send_notice({member.group->context.group, failure.code(), failure.rank()});
+    }
+  }
+}
+
 void Engine::watch_links() {
   for (auto& [id, peer] : links_) {
+    take_notices(id, *peer.link);
     const bool lost = !peer.told_lost && !peer.link->failure().is_ok();
     const bool departed = !peer.told_departed && peer.link->peer_departed();
     if (lost || departed) {
@@ -291,6 +326,7 @@ std::vector<PeerStats> Engine::peer_stats(const Group& group) {
 bool Engine::progress() {
   bool moved = false;
   for (auto& [id, peer] : links_) moved |= peer.link->progress();
+  watch_links();
   const TimeNs now = real_clock().now_ns();
   int active = 0;
   for (Member& member : members_) {
@@ -300,22 +336,22 @@ bool Engine::progress() {
     active += group.num_queued();
     group.release();
   }
+  tell_failures();
   if (active > 0 || moved) {
     for (auto& [id, peer] : links_) moved |= peer.link->progress();
   }
   num_active_.store(active);
-  watch_links();
   return moved;
 }
 
-void Engine::submit(Group& group, std::shared_ptr<QueuedOperation> operation) {
+void Engine::submit(Group& group, std::shared_ptr<QueuedOperation> operation, bool caller_waits) {
   group.own();
   {
     std::lock_guard lock(mutex_);
     if (group.has_failed()) {
       const Status failure = group.failure();
       operation->request().op_number = group.next_op_number();
-      operation->complete(group.explain(failure, operation->request()));
+      operation->complete(group.explain(failure, operation->request(), operation->op_number()));
       group.fail(failure);
       group.release();
       return;
@@ -326,14 +362,15 @@ void Engine::submit(Group& group, std::shared_ptr<QueuedOperation> operation) {
     // The first chunk leaves now; whether a waiter or the progress thread goes on is open.
     progress();
   }
-  if (is_active()) kick();
+  if (is_active() && !caller_waits) kick();
 }
 
-void Engine::abort_group(Group& group, const Status& status) {
-  group.mark_failed(status);  // a caller that waits inside an exchange lets go
+void Engine::abort_group(Group& group, const Status& status, Group::Tell tell) {
+  group.mark_failed(status, tell);  // a caller that waits inside an exchange lets go
   group.own();
   std::lock_guard lock(mutex_);
-  group.fail(status);
+  group.fail(status, tell);
+  tell_failures();
   group.release();
 }
 

@@ -54,10 +54,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void remove_group(const std::shared_ptr<Group>& group);
 
   // --- operations
-  void submit(Group& group, std::shared_ptr<QueuedOperation> operation);
+  // `caller_waits`: wait() follows at once, so the progress thread need not be woken.
+  void submit(Group& group, std::shared_ptr<QueuedOperation> operation, bool caller_waits);
   // Runs the engine in the calling thread, later parks. Ok when done, or kTimeout.
   Status wait(QueuedOperation& operation, std::int64_t timeout_ms);
-  void abort_group(Group& group, const Status& status);
+  void abort_group(Group& group, const Status& status, Group::Tell tell = Group::Tell::kPeers);
+  // Something outside the engine's sight changed: look now.
+  void kick();
   // Runs on the completion thread.
   void run_later(std::function<void()> callback);
 
@@ -88,6 +91,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void stop();
   bool progress();  // needs mutex_
   void watch_links();
+  void take_notices(const std::string& process_id, transport::CoreLink& link);
+  void tell_failures();
   void bury(Group& group);
   void sweep_graves();
   bool is_active() const { return num_active_.load() > 0; }
@@ -97,7 +102,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void arm_bell();
   void begin_running();
   void end_running();
-  void kick();
   bool look_once_more();
 
   std::string process_id_;

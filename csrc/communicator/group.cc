@@ -8,6 +8,13 @@ namespace pycomm::communicator {
 
 using collectives::Execution;
 
+namespace {
+
+// How long a failure waits for the word that explains it; a death is noticed within a millisecond.
+constexpr base::TimeNs kLossGraceNs = 400'000'000;
+
+}  // namespace
+
 // ---------------------------------------------------------------- QueuedOperation
 
 Status QueuedOperation::status() const {
@@ -76,13 +83,25 @@ bool Group::advance(base::TimeNs now) {
   while (!current_->is_finished() && current_->advance(now)) moved = true;
   if (!current_->is_finished()) return moved;
   const Status status = current_->status();
+  const bool is_loss =
+      status.code() == StatusCode::kPeerLost || status.code() == StatusCode::kAborted;
+  if (is_loss && status.rank() != kNoRank) {
+    // The peer may be a survivor like this one: what it says of the cause, or its own end, is
+    // about to arrive and counts for more than what its silence looks like.
+    if (loss_deadline_ == 0) loss_deadline_ = now + kLossGraceNs;
+    const bool has_spoken = loss_seen_ && has_departed(status.rank());
+    loss_seen_ = true;
+    if (!has_spoken && now < loss_deadline_) return moved;
+  }
   // Only a difference of signatures leaves all ranks in step; after any other failure nobody knows
   // what the others hold.
   const bool goes_on = status.is_ok() || (status.code() == StatusCode::kInvalidUsage &&
                                           context.flat != nullptr);
-  const Status told = explain(status, operation.request());
+  const Status told = explain(status, operation.request(), operation.op_number());
   recorder.end(operation.op_number(), status.code());
   current_.reset();
+  loss_deadline_ = 0;
+  loss_seen_ = false;
   const std::shared_ptr<QueuedOperation> done = std::move(queue_.front());
   queue_.pop_front();
   num_queued_.fetch_sub(1, std::memory_order_release);
@@ -91,8 +110,8 @@ bool Group::advance(base::TimeNs now) {
   return true;
 }
 
-void Group::fail(const Status& status) {
-  mark_failed(status);
+void Group::fail(const Status& status, Tell tell) {
+  mark_failed(status, tell);
   if (current_) current_->abort(status);
   current_.reset();
   while (!queue_.empty()) {
@@ -100,7 +119,7 @@ void Group::fail(const Status& status) {
     queue_.pop_front();
     num_queued_.fetch_sub(1, std::memory_order_release);
     recorder.end(operation->op_number(), status.code());
-    operation->complete(explain(status, operation->request()));
+    operation->complete(explain(status, operation->request(), operation->op_number()));
   }
 }
 
@@ -119,10 +138,13 @@ void Group::own() {
   }
 }
 
-void Group::mark_failed(const Status& status) {
+void Group::mark_failed(const Status& status, Tell tell) {
   {
     std::lock_guard lock(failure_mutex_);
-    if (failure_.is_ok()) failure_ = status;
+    if (failure_.is_ok()) {
+      failure_ = status;
+      untold_ = tell == Tell::kPeers;
+    }
   }
   failed_.store(true, std::memory_order_release);
   if (!context.flat) return;
@@ -138,26 +160,28 @@ void Group::note_peer_lost(Rank peer, const Status& status) {
 }
 
 base::TimeNs Group::next_deadline() const {
+  if (loss_deadline_ != 0) return loss_deadline_;
   return current_ ? current_->deadline() : base::kNever;
 }
 
 void Group::wake_peers() {
-  // The slot before the flags: pairs with the sleeper's flag before its look at the slot.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  // publish() stored the slot sequentially consistently, and a sleeper raises its flag likewise
+  // before its last look at the slot: one of the two sees the other.
   bool anyone_sleeps = false;
   for (const transport::shm::PeerFlags& peer : peer_flags) {
-    anyone_sleeps |= peer.flat_sleepers->load(std::memory_order_relaxed) != 0;
-    if (peer.bell_armed->load(std::memory_order_relaxed) == transport::shm::kBellAll) {
+    anyone_sleeps |= peer.flat_sleepers->load(std::memory_order_seq_cst) != 0;
+    if (peer.bell_armed->load(std::memory_order_seq_cst) == transport::shm::kBellAll) {
       peer.doorbell->ring();
     }
   }
   if (anyone_sleeps) platform::futex_wake_all(context.flat->my_word());
 }
 
-Status Group::explain(const Status& status, const OpRequest& request) const {
+Status Group::explain(const Status& status, const OpRequest& request,
+                      std::uint64_t op_number) const {
   if (status.is_ok()) return status;
   std::string text = std::string(to_string(request.kind)) + " #" +
-                     std::to_string(request.op_number) + " of group '" + context.name +
+                     std::to_string(op_number) + " of group '" + context.name +
                      "' on rank " + std::to_string(context.rank) + ": ";
   // A text that was explained for an earlier operation is quoted whole.
   return Status::error(status.code(), text + status.message(), status.rank());

@@ -58,6 +58,9 @@ class Group final : public collectives::Waker {
   std::byte* flat_area = nullptr;  // mine
   FlightRecorder recorder;
 
+  // Whether a failure is news to the other ranks, or a planned end.
+  enum class Tell { kPeers, kNobody };
+
   bool try_own() { return !owned_.exchange(true, std::memory_order_acquire); }
   void own();
   void release() { owned_.store(false, std::memory_order_release); }
@@ -70,14 +73,16 @@ class Group final : public collectives::Waker {
   // Drives the operation at the front. Needs the engine's mutex too.
   bool advance(base::TimeNs now);
   // The group is over: everything queued ends with `status`, and so does what comes.
-  void fail(const Status& status);
+  void fail(const Status& status, Tell tell = Tell::kPeers);
   base::TimeNs next_deadline() const;
 
   // --- any thread
   bool has_failed() const { return failed_.load(std::memory_order_acquire); }
   Status failure() const;
   // From now on every wait of this group ends, with `status` if it is the first.
-  void mark_failed(const Status& status);
+  void mark_failed(const Status& status, Tell tell = Tell::kPeers);
+  // True once, when there is a failure to tell.
+  bool take_untold_failure() { return untold_.exchange(false); }
   // Notes a peer's end, for callers that wait outside the engine.
   void note_peer_lost(Rank peer, const Status& status);
   void note_peer_departed(Rank peer) {
@@ -92,7 +97,7 @@ class Group final : public collectives::Waker {
   void wake_peers() override;
 
   // "all_reduce #7 on group 'x': ..." with the code and rank of `status`.
-  Status explain(const Status& status, const OpRequest& request) const;
+  Status explain(const Status& status, const OpRequest& request, std::uint64_t op_number) const;
 
  private:
   std::atomic<bool> owned_{false};
@@ -101,6 +106,9 @@ class Group final : public collectives::Waker {
   std::unique_ptr<collectives::Execution> current_;
   std::atomic<int> num_queued_{0};
   std::atomic<bool> failed_{false};
+  std::atomic<bool> untold_{false};
+  base::TimeNs loss_deadline_ = 0;  // until then the current operation's loss awaits its cause
+  bool loss_seen_ = false;          // the links have had a look since
   std::atomic<std::uint64_t> departed_{0};
   mutable std::mutex failure_mutex_;
   Status failure_;

@@ -44,7 +44,9 @@ void fold(std::byte* const* outputs, int num_outputs, const std::byte* const* in
   const ReduceKernels& kernels = reduce_kernels();
   const std::uint64_t element_bytes = dtype_bytes(dtype);
   const std::uint64_t block = kFoldBlockBytes / element_bytes;
-  if (count <= block) {
+  // Two inputs need no accumulator block: one pass over everything.
+  const bool is_one_pass = num_inputs == 2 && num_outputs <= 2 && scale == 1.0;
+  if (count <= block || is_one_pass) {
     kernels.fold_block(outputs, num_outputs, inputs, num_inputs, count, dtype, op, scale);
     return;
   }

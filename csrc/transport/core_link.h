@@ -37,6 +37,8 @@ class CoreLink : public Link {
   void fail(const Status& status) { core_.fail(status); }
   const Status& failure() const { return core_.failure(); }
   bool peer_departed() const { return core_.peer_departed(); }
+  void send_notice(const GroupNotice& notice) { core_.send_notice(notice); }
+  std::vector<GroupNotice> take_notices() { return core_.take_notices(); }
   // Everything queued here, a goodbye included, has left.
   bool is_flushed() const { return core_.is_idle(); }
   // fd() has nothing more to say: the link failed, or the peer said goodbye and closed.

@@ -21,8 +21,9 @@ enum class FrameKind : std::uint8_t {
   kWrite,       // payload into a region; signature = region, argument = offset
   kFetchAdd,    // signature = region, argument = offset, message_bytes = delta
   kFetchReply,  // argument = the old value, key = 1 if the region refused it
+  kGroupFailed, // the sender's group failed: argument = StatusCode, key = rank at fault + 1
 };
-inline constexpr int kFrameKindMax = static_cast<int>(FrameKind::kFetchReply);
+inline constexpr int kFrameKindMax = static_cast<int>(FrameKind::kGroupFailed);
 
 struct FrameHeader {
   std::uint8_t kind = 0;

@@ -289,6 +289,7 @@ Status MessageCore::begin(const FrameHeader& header) {
     case FrameKind::kGoodbye: on_goodbye(); return Status();
     case FrameKind::kFetchAdd: on_fetch_add(header); return Status();
     case FrameKind::kFetchReply: on_fetch_reply(header); return Status();
+    case FrameKind::kGroupFailed: on_group_failed(header); return Status();
   }
   return Status();
 }
@@ -439,6 +440,23 @@ void MessageCore::on_pulled(const FrameHeader& header) {
   counters_.bytes_direct += transfer.bytes;
   ++counters_.messages_sent;
   finish(transfer, Status());
+}
+
+void MessageCore::send_notice(const GroupNotice& notice) {
+  if (!failure_.is_ok() || departed_ || said_goodbye_) return;
+  TransferId id;
+  id.group = notice.group;
+  emit(FrameKind::kGroupFailed, id, static_cast<std::uint64_t>(notice.code),
+       static_cast<std::uint32_t>(notice.rank + 1));
+}
+
+void MessageCore::on_group_failed(const FrameHeader& header) {
+  constexpr std::size_t kNoticesMax = 1024;  // the engine takes them at every turn
+  const bool is_code = header.argument > 0 &&
+                       header.argument <= static_cast<std::uint64_t>(StatusCode::kInternal);
+  if (!is_code || notices_.size() >= kNoticesMax) return;
+  notices_.push_back({header.group, static_cast<StatusCode>(header.argument),
+                      static_cast<Rank>(header.key) - 1});
 }
 
 // Everything the peer ever sent has been taken in: what is still open here stays so.

@@ -44,6 +44,14 @@ class PullPort {
                       std::uint64_t bytes) = 0;
 };
 
+// A peer's word that a group it shares with us is over, and whose fault it was. It travels before
+// a goodbye, so that nobody takes a survivor that leaves for the cause.
+struct GroupNotice {
+  std::uint64_t group = 0;
+  StatusCode code = StatusCode::kAborted;
+  Rank rank = kNoRank;
+};
+
 class MessageCore final : public RemoteMemory {
  public:
   MessageCore(const CoreOptions& options, PullPort* pull_port);
@@ -76,6 +84,8 @@ class MessageCore final : public RemoteMemory {
   const Status& failure() const { return failure_; }
   void queue_goodbye();
   bool peer_departed() const { return departed_; }
+  void send_notice(const GroupNotice& notice);
+  std::vector<GroupNotice> take_notices() { return std::exchange(notices_, {}); }
   bool is_idle() const { return outgoing_.empty(); }
 
   LinkCounters& counters() { return counters_; }
@@ -129,6 +139,7 @@ class MessageCore final : public RemoteMemory {
   void on_fetch_add(const FrameHeader& header);
   void on_fetch_reply(const FrameHeader& header);
   void on_goodbye();
+  void on_group_failed(const FrameHeader& header);
   void end_eager();
   Region* region_at(std::uint64_t region, std::uint64_t offset, std::uint64_t bytes);
 
@@ -151,6 +162,7 @@ class MessageCore final : public RemoteMemory {
   Status failure_;
   bool departed_ = false;
   bool said_goodbye_ = false;
+  std::vector<GroupNotice> notices_;
   LinkCounters counters_;
 };
 

@@ -70,25 +70,34 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
  private:
   // --- frames
   bool take_frames() {
-    const std::uint64_t head = peer_.outbox->head.load(std::memory_order_acquire);
-    if (head == tail_ || !failure().is_ok()) return false;
-    if (head - tail_ > kNumFrames) {
-      fail(Status::error(StatusCode::kInternal, "the peer's ring is inconsistent"));
-      return true;
+    bool moved = false;
+    // Again until it is empty: what a dying peer wrote last may explain what failed before it.
+    for (int rounds = 0; rounds < kRoundsMax; ++rounds) {
+      const std::uint64_t head = peer_.outbox->head.load(std::memory_order_acquire);
+      if (head == tail_ || !failure().is_ok()) return moved;
+      moved = true;
+      if (head - tail_ > kNumFrames) {
+        fail(Status::error(StatusCode::kInternal, "the peer's ring is inconsistent"));
+        return true;
+      }
+      take_frames_below(head);
     }
+    return moved;
+  }
+
+  void take_frames_below(std::uint64_t head) {
     while (tail_ != head) {
       FrameHeader frame;
       std::memcpy(&frame, &peer_.outbox->frames[tail_ % kNumFrames], sizeof frame);
       Status status = take(frame);
       if (!status.is_ok()) {
         fail(status);
-        return true;
+        return;
       }
       ++tail_;
       outbox_->block_tail.store(block_tail_, std::memory_order_relaxed);
       outbox_->tail.store(tail_, std::memory_order_release);
     }
-    return true;
   }
 
   Status take(const FrameHeader& frame) {
@@ -166,17 +175,20 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
 
   Status pull(std::uint32_t key, std::uint64_t address, std::byte* out,
               std::uint64_t bytes) override {
-    if (!platform::read_process_memory(peer_.pid, address, out, bytes)) {
-      if (errno == ESRCH || errno == EFAULT) {
-        return Status::error(StatusCode::kPeerLost, "its memory is gone");
-      }
-      return platform::system_error("process_vm_readv");
-    }
+    const bool was_read = platform::read_process_memory(peer_.pid, address, out, bytes);
+    const int error = errno;
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const std::uint32_t slot = key % kNumAnnouncements;
     const std::uint64_t generation = peer_.outbox->announcements[slot].load();
     if (make_key(slot, generation) != key) {
       return Status::error(StatusCode::kAborted, "the peer withdrew the message");
+    }
+    if (!was_read) {
+      errno = error;
+      if (errno == ESRCH || errno == EFAULT) {
+        return Status::error(StatusCode::kPeerLost, "its memory is gone");
+      }
+      return platform::system_error("process_vm_readv");
     }
     return Status();
   }
@@ -287,6 +299,8 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
       transfer.state = TransferState::kDone;
     }
   }
+
+  static constexpr int kRoundsMax = 8;  // then other links get their turn
 
   Host& host_;
   platform::UniqueFd socket_;
