@@ -1,0 +1,54 @@
+// Python's view of the torch backend: the module pycomm._torch.
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/chrono.h>
+
+#include "process_group.h"
+
+namespace py = pybind11;
+using pycomm::torch_backend::ProcessGroup;
+
+namespace {
+
+py::list peer_stats(ProcessGroup& group) {
+  py::list result;
+  for (const pycomm::PeerStats& peer : group.communicator().peer_stats()) {
+    py::dict row;
+    row["rank"] = peer.rank;
+    row["transport"] = peer.transport;
+    row["bytes_sent"] = peer.counters.bytes_sent;
+    row["bytes_received"] = peer.counters.bytes_received;
+    row["bytes_staged"] = peer.counters.bytes_staged;
+    row["bytes_direct"] = peer.counters.bytes_direct;
+    row["messages_sent"] = peer.counters.messages_sent;
+    row["messages_received"] = peer.counters.messages_received;
+    result.append(row);
+  }
+  return result;
+}
+
+py::list flight_records(ProcessGroup& group) {
+  py::list result;
+  for (const pycomm::FlightRecord& record : group.communicator().flight_records()) {
+    py::dict row;
+    row["op_number"] = record.op_number;
+    row["operation"] = pycomm::describe_signature(record.signature);
+    row["is_finished"] = record.is_finished;
+    row["status"] = pycomm::to_string(record.code);
+    result.append(row);
+  }
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_torch, m) {
+  m.attr("torch_version") = PYCOMM_TORCH_VERSION;
+  py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>(m, "ProcessGroupPycomm")
+      .def("peer_stats", &peer_stats)
+      .def("flight_records", &flight_records);
+  m.def("create_process_group", &pycomm::torch_backend::create_process_group, py::arg("store"),
+        py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("shutdown_process", &pycomm::shutdown_process, py::call_guard<py::gil_scoped_release>());
+}

@@ -1,0 +1,148 @@
+#include "work.h"
+
+#include <Python.h>
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+
+namespace pycomm::torch_backend {
+namespace {
+
+constexpr std::int64_t kLookForSignalsMs = 50;
+thread_local std::exception_ptr kept_signal;
+
+}  // namespace
+
+std::exception_ptr to_exception(const Status& status) {
+  if (status.is_ok()) return nullptr;
+  return std::make_exception_ptr(c10::DistBackendError(
+      {__func__, "pycomm", static_cast<std::uint32_t>(__LINE__)}, "pycomm: " + status.to_string()));
+}
+
+bool has_python_signal() {
+  if (!Py_IsInitialized()) return false;
+  pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return false;
+  kept_signal = std::make_exception_ptr(pybind11::error_already_set());
+  return true;
+}
+
+void rethrow_python_signal() {
+  if (kept_signal) std::rethrow_exception(std::exchange(kept_signal, nullptr));
+}
+
+Work::Work(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
+           std::vector<at::Tensor> outputs)
+    : c10d::Work(rank, type, title, std::move(inputs)), outputs_(std::move(outputs)) {}
+
+void Work::set_operations(std::vector<std::shared_ptr<Operation>> operations,
+                          std::function<void()> finish_up) {
+  operations_ = std::move(operations);
+  finish_up_ = std::move(finish_up);
+  if (!operations_.empty()) op_number_ = operations_.front()->op_number();
+}
+
+void Work::set_done(const Status& status, std::uint64_t op_number) {
+  op_number_ = op_number;
+  std::call_once(settled_, [&] {
+    status_ = status;
+    finish(to_exception(status));
+  });
+}
+
+bool Work::is_done() const {
+  for (const auto& operation : operations_) {
+    if (!operation->is_done()) return false;
+  }
+  return true;
+}
+
+void Work::settle() {
+  std::call_once(settled_, [this] {
+    Status status;
+    for (const auto& operation : operations_) {
+      if (status.is_ok()) status = operation->status();
+    }
+    if (status.is_ok() && finish_up_) finish_up_();
+    finish_up_ = nullptr;
+    {
+      std::lock_guard lock(status_mutex_);
+      status_ = status;
+    }
+    finish(to_exception(status));
+  });
+}
+
+bool Work::isCompleted() {
+  if (!is_done()) return false;
+  settle();
+  return true;
+}
+
+bool Work::isSuccess() const {
+  std::lock_guard lock(status_mutex_);
+  return is_done() && status_.is_ok();
+}
+
+std::exception_ptr Work::exception() const {
+  std::lock_guard lock(status_mutex_);
+  return to_exception(status_);
+}
+
+bool Work::wait(std::chrono::milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  for (const auto& operation : operations_) {
+    while (!operation->is_done()) {
+      std::int64_t slice = kLookForSignalsMs;
+      if (timeout != kNoTimeout) {
+        const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+            deadline - std::chrono::steady_clock::now());
+        TORCH_CHECK_WITH(DistBackendError, left.count() > 0, "pycomm: timeout: wait() gave up after ",
+                         timeout.count(), " ms");
+        slice = std::min<std::int64_t>(slice, left.count());
+      }
+      const Status ignored = operation->wait(slice);
+      static_cast<void>(ignored);
+      if (!operation->is_done() && has_python_signal()) rethrow_python_signal();
+    }
+  }
+  settle();
+  if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
+  bool is_new = false;
+  {
+    std::lock_guard lock(status_mutex_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      is_new = true;
+    }
+  }
+  if (!is_new) return future_;
+  if (operations_.empty()) {
+    complete_future();
+    return future_;
+  }
+  auto self = c10::intrusive_ptr<Work>::reclaim_copy(this);
+  auto left = std::make_shared<std::atomic<std::size_t>>(operations_.size());
+  for (const auto& operation : operations_) {
+    operation->on_done([self, left] {
+      if (left->fetch_sub(1) == 1) self->complete_future();
+    });
+  }
+  return future_;
+}
+
+void Work::complete_future() {
+  if (!operations_.empty()) settle();
+  if (const std::exception_ptr error = exception()) {
+    future_->setError(error);
+  } else {
+    future_->markCompleted(at::IValue(outputs_));
+  }
+}
+
+}  // namespace pycomm::torch_backend

@@ -1,0 +1,58 @@
+// c10d::Work over an operation of the core.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <mutex>
+
+#include "pycomm/communicator.h"
+
+namespace pycomm::torch_backend {
+
+// Turns a status into the exception that Python sees: torch.distributed.DistBackendError.
+std::exception_ptr to_exception(const Status& status);
+
+// For Communicator::set_interrupt_check: whether Python has a signal to handle (ctrl-C). The
+// Python exception is kept for this thread.
+bool has_python_signal();
+// Throws the exception that has_python_signal() kept for this thread, if any.
+void rethrow_python_signal();
+
+// One operation, or several that were issued together, or one that ran in the caller.
+// Thread: any. `finish_up` runs once, after success and before anyone sees it: copies that results
+// still need. Futures complete on the core's completion thread, never on its progress thread.
+class Work final : public c10d::Work {
+ public:
+  Work(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
+       std::vector<at::Tensor> outputs);
+
+  // Exactly one of these, right after construction.
+  void set_operations(std::vector<std::shared_ptr<Operation>> operations,
+                      std::function<void()> finish_up = {});
+  void set_done(const Status& status, std::uint64_t op_number = 0);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::uint64_t getSequencenumber() const override { return op_number_; }
+
+ private:
+  bool is_done() const;
+  void settle();  // once all operations are done
+  void complete_future();
+
+  std::vector<std::shared_ptr<Operation>> operations_;
+  std::function<void()> finish_up_;
+  std::vector<at::Tensor> outputs_;
+  std::uint64_t op_number_ = 0;
+  std::once_flag settled_;
+  mutable std::mutex status_mutex_;
+  Status status_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace pycomm::torch_backend

@@ -1,0 +1,34 @@
+"""Registers the backend with torch.distributed.
+
+torch calls `register` while it is being imported, so it does nothing that could fail or take time:
+the compiled module loads when the first group is created.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def register() -> None:
+    """Makes "pycomm" a backend name; harmless when called twice or without torch.distributed."""
+    try:
+        import torch.distributed as dist
+    except ImportError:
+        return
+    if not dist.is_available() or hasattr(dist.Backend, "PYCOMM"):
+        return
+    dist.Backend.register_backend("pycomm", _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    """Creates a group's backend; the signature is torch's extended API."""
+    from pycomm._loader import torch_module
+
+    del backend_options
+    return torch_module().create_process_group(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.group_id,
+    )

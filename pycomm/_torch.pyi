@@ -1,0 +1,13 @@
+from datetime import timedelta
+from typing import Any
+
+torch_version: str
+
+class ProcessGroupPycomm:
+    def peer_stats(self) -> list[dict[str, Any]]: ...
+    def flight_records(self) -> list[dict[str, Any]]: ...
+
+def create_process_group(
+    store: Any, rank: int, size: int, timeout: timedelta, group_name: str
+) -> ProcessGroupPycomm: ...
+def shutdown_process() -> None: ...
