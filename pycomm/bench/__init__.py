@@ -1,0 +1,1 @@
+"""The microbenchmark behind `pycomm bench`."""

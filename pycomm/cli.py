@@ -1,0 +1,143 @@
+"""The `pycomm` command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(package_name="pycomm")
+def main() -> None:
+    """Communication for training across uneven machines."""
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  pycomm bench all_reduce                          8 B to 16 MiB on two ranks
+  pycomm bench all_reduce -b 8 -e 256M -f 4 --vs gloo --png all_reduce.png
+  pycomm bench barrier --np 4 --vs gloo
+  torchrun --nproc-per-node 2 -m pycomm bench all_gather -J gather.json
+  pycomm bench limits                              what this machine allows"""
+)
+@click.argument(
+    "operation",
+    type=click.Choice(["all_reduce", "broadcast", "all_gather", "barrier", "limits"]),
+)
+@click.option("-b", "--minbytes", default="8", show_default=True, help="Smallest size.")
+@click.option("-e", "--maxbytes", default="16M", show_default=True, help="Largest size.")
+@click.option("-f", "--stepfactor", default=8, show_default=True, help="Factor between sizes.")
+@click.option("-i", "--stepbytes", default="0", help="Fixed step between sizes instead.")
+@click.option("-n", "--iters", default=20, show_default=True, help="Operations in a round.")
+@click.option("-w", "--warmup", default=5, show_default=True, help="Operations before.")
+@click.option("-m", "--rounds", default=9, show_default=True, help="Rounds, interleaved.")
+@click.option("-c", "--check", default=1, show_default=True, help="Check results (0: do not).")
+@click.option("-o", "--op", default="sum", show_default=True, help="sum, avg, prod, min or max.")
+@click.option("-d", "--datatype", default="float", show_default=True, help="Element type.")
+@click.option("-r", "--root", default=0, show_default=True, help="Root of broadcast.")
+@click.option("--np", "num_ranks", default=2, show_default=True, help="Ranks started here.")
+@click.option("--vs", default="", help="Backends to compare with, for example gloo.")
+@click.option("--pin/--no-pin", default=True, show_default=True, help="One processor a rank.")
+@click.option("-J", "--json", "json_path", type=click.Path(path_type=Path), help="Write JSON.")
+@click.option("--png", "png_path", type=click.Path(path_type=Path), help="Draw a picture.")
+def bench(
+    operation: str,
+    minbytes: str,
+    maxbytes: str,
+    stepfactor: int,
+    stepbytes: str,
+    iters: int,
+    warmup: int,
+    rounds: int,
+    check: int,
+    op: str,
+    datatype: str,
+    root: int,
+    num_ranks: int,
+    vs: str,
+    pin: bool,
+    json_path: Path | None,
+    png_path: Path | None,
+) -> None:
+    """Measures an operation over pycomm, with nccl-tests' flags and columns.
+
+    Every number is the median over rounds of the slowest rank's time. With --vs, other backends
+    run in the same rounds, and the ratio comes with its 95 % interval.
+    """
+    if operation == "limits":
+        print_limits()
+        return
+    from pycomm.bench.plan import DTYPES, parse_bytes, sizes_between
+
+    if datatype not in DTYPES:
+        raise click.BadParameter(f"'{datatype}' is none of {', '.join(DTYPES)}", param_hint="-d")
+    if op not in ("sum", "avg", "prod", "min", "max"):
+        raise click.BadParameter(f"'{op}' is none of sum, avg, prod, min, max", param_hint="-o")
+    try:
+        sizes = sizes_between(
+            parse_bytes(minbytes), parse_bytes(maxbytes), stepfactor, parse_bytes(stepbytes)
+        )
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    from pycomm.bench.measure import Settings
+    from pycomm.bench.run import run
+
+    settings = Settings(
+        operation=operation,
+        sizes=[0] if operation == "barrier" else sizes,
+        dtype=datatype,
+        op=op,
+        root=root,
+        iterations=iters,
+        warmup=warmup,
+        rounds=rounds,
+        check=check != 0,
+        backends=("pycomm", *[name for name in vs.split(",") if name]),
+    )
+    sys.exit(run(settings, num_ranks, pin=pin, json_path=json_path, png_path=png_path))
+
+
+def print_limits() -> None:
+    """Prints what this machine allows."""
+    from pycomm import _core
+
+    click.echo("# two pinned processes where two work; best median of three; GB/s are 10^9 bytes")
+    click.echo(f"#{'what':>26} {'size (B)':>12} {'processes':>10} {'value':>10} unit")
+    for name, size_bytes, num_processes, value, unit in _core.measure_limits():
+        click.echo(f" {name:>26} {size_bytes:>12} {num_processes:>10} {value:>10.2f} {unit}")
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  pycomm demo                                the standard library's source, two ranks
+  pycomm demo --data '~/books/*.txt' --steps 1000
+  pycomm demo --np 4 --backend gloo          the same over another backend"""
+)
+@click.option("--data", default="", help="A file, folder or glob; default: Python's own source.")
+@click.option("--steps", default=200, show_default=True, help="Optimizer steps.")
+@click.option("--np", "num_ranks", default=2, show_default=True, help="Ranks.")
+@click.option("--backend", default="pycomm", show_default=True, help="torch.distributed backend.")
+@click.option("--out", default="demo", show_default=True, type=click.Path(path_type=Path))
+@click.option("--seed", default=0, show_default=True)
+def demo(data: str, steps: int, num_ranks: int, backend: str, out: Path, seed: int) -> None:
+    """Trains a small byte-level GPT on real text over pycomm and draws its loss."""
+    from pycomm.demo.train import DemoConfig, run_demo
+
+    config = DemoConfig(
+        data=data, steps=steps, num_ranks=num_ranks, backend=backend, out=out, seed=seed
+    )
+    try:
+        status = run_demo(config)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

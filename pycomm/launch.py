@@ -1,0 +1,91 @@
+"""Runs a function in several ranks on this host, or in the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands: its rank, and how to meet the others."""
+
+    rank: int
+    world_size: int
+    init_method: str
+    pin: bool
+
+    def pin_to_cpu(self) -> None:
+        """Pins this process to one of the allowed processors, by rank."""
+        cpus = sorted(os.sched_getaffinity(0))
+        if self.pin:
+            os.sched_setaffinity(0, {cpus[self.rank % len(cpus)]})
+
+
+def run_ranks(body: Callable[[Place], None], world_size: int, *, pin: bool = True) -> int:
+    """Runs `body` in every rank and returns an exit status: 0 if all ended well.
+
+    Ranks are forked, so `body` may be a closure and imports are paid once. When torchrun started
+    this process, `body` runs here as the rank that the environment names. When a rank fails the
+    others are ended, and the first failure's traceback is what remains on the screen.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        body(Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", pin))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:
+        init_method = f"file://{Path(folder) / 'store'}"
+        context = multiprocessing.get_context("fork")
+        ranks: list[BaseProcess] = []
+        for rank in range(world_size):
+            place = Place(rank, world_size, init_method, pin)
+            process = context.Process(target=_run_one, args=(body, place))
+            process.start()
+            ranks.append(process)
+        try:
+            return _await_all(ranks)
+        except KeyboardInterrupt:
+            _end(ranks)
+            return 130
+
+
+def _run_one(body: Callable[[Place], None], place: Place) -> None:
+    try:
+        body(place)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseException:
+        sys.stderr.write(f"--- rank {place.rank} failed:\n{traceback.format_exc()}")
+        sys.stderr.flush()
+        sys.exit(1)
+
+
+def _await_all(ranks: list[BaseProcess]) -> int:
+    while True:
+        codes = [process.exitcode for process in ranks]
+        bad = next((code for code in codes if code not in (None, 0)), None)
+        if bad is not None:
+            _end(ranks)
+            return bad if bad > 0 else 128 - bad
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.02)
+
+
+def _end(ranks: list[BaseProcess]) -> None:
+    """Gives ranks a moment to tell their own errors, then ends them."""
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
+        time.sleep(0.02)
+    for process in ranks:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
