@@ -120,7 +120,7 @@ Examples:
   pycomm demo --np 4 --backend gloo          the same over another backend"""
 )
 @click.option("--data", default="", help="A file, folder or glob; default: Python's own source.")
-@click.option("--steps", default=200, show_default=True, help="Optimizer steps.")
+@click.option("--steps", default=300, show_default=True, help="Optimizer steps.")
 @click.option("--np", "num_ranks", default=2, show_default=True, help="Ranks.")
 @click.option("--backend", default="pycomm", show_default=True, help="torch.distributed backend.")
 @click.option("--out", default="demo", show_default=True, type=click.Path(path_type=Path))

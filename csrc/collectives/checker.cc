@@ -64,22 +64,21 @@ class Checker {
   // relative to each slot.
   void cut_atoms() {
     std::set<std::uint64_t> cuts{0, output_elements()};
-    std::set<std::uint64_t> scratch_cuts{0};
     for (const Schedule& schedule : schedules_) {
-      scratch_cuts.insert(schedule.scratch_elements);
       for (const Step& step : schedule.steps) {
         if (step.offset + step.count > limit(schedule, step)) {
           throw Violation{"a step reaches beyond its buffer"};
         }
-        auto& set = step.buffer == BufferId::kScratch && step.kind == StepKind::kRecv ? scratch_cuts
-                                                                                      : cuts;
-        set.insert(step.offset);
-        set.insert(step.offset + step.count);
+        if (is_to_scratch(step)) continue;
+        cuts.insert(step.offset);
+        cuts.insert(step.offset + step.count);
       }
     }
-    // A message cut inside its source must be cut inside its destination too: refine scratch by
-    // the output's cuts, shifted to each slot.
+    cuts_.assign(cuts.begin(), cuts.end());
+    // A message cut inside its source must be cut inside its destination too: a rank's scratch is
+    // cut where its slots begin and end, and by the output's cuts, shifted to each slot.
     for (const Schedule& schedule : schedules_) {
+      std::set<std::uint64_t> scratch_cuts{0, schedule.scratch_elements};
       for (const Step& step : schedule.steps) {
         if (step.kind != StepKind::kFold) continue;
         for (Rank p = 0; p < n_; ++p) {
@@ -90,9 +89,15 @@ class Checker {
           }
         }
       }
+      scratch_cuts_.emplace_back(scratch_cuts.begin(), scratch_cuts.end());
     }
-    cuts_.assign(cuts.begin(), cuts.end());
-    scratch_cuts_.assign(scratch_cuts.begin(), scratch_cuts.end());
+  }
+
+  static bool is_to_scratch(const Step& step) {
+    return step.kind == StepKind::kRecv && step.buffer == BufferId::kScratch;
+  }
+  const std::vector<std::uint64_t>& scratch_cuts(Rank r) const {
+    return scratch_cuts_[static_cast<std::size_t>(r)];
   }
 
   std::uint64_t output_elements() const {
@@ -102,9 +107,7 @@ class Checker {
   }
 
   std::uint64_t limit(const Schedule& schedule, const Step& step) const {
-    return step.buffer == BufferId::kScratch && step.kind == StepKind::kRecv
-               ? schedule.scratch_elements
-               : output_elements();
+    return is_to_scratch(step) ? schedule.scratch_elements : output_elements();
   }
 
   static std::pair<std::size_t, std::size_t> range(const std::vector<std::uint64_t>& cuts,
@@ -124,7 +127,7 @@ class Checker {
   void start_rank(Rank r) {
     RankState state;
     state.output.resize(cuts_.size() - 1);
-    state.scratch.resize(scratch_cuts_.size());
+    state.scratch.resize(scratch_cuts(r).size());
     state.at.assign(schedules_[static_cast<std::size_t>(r)].lanes.size(), 0);
     state.sent.assign(state.at.size(), false);
     state.heard.set(static_cast<std::size_t>(r));
@@ -149,9 +152,10 @@ class Checker {
       const Lane& lane = schedule.lanes[l];
       for (std::uint32_t s = lane.first; s < lane.first + lane.count; ++s) {
         const Step& step = schedule.steps[s];
-        const bool scratch = step.kind == StepKind::kRecv && step.buffer == BufferId::kScratch;
+        const bool scratch = is_to_scratch(step);
         const bool writes = step.kind != StepKind::kSend;
-        const auto [first, last] = range(scratch ? scratch_cuts_ : cuts_, step.offset, step.count);
+        const auto [first, last] =
+            range(scratch ? scratch_cuts(r) : cuts_, step.offset, step.count);
         for (std::size_t a = first; a < last; ++a) {
           auto [it, fresh] = seen.try_emplace({lane.stage, scratch, a}, Use{l, writes});
           if (fresh) continue;
@@ -246,8 +250,8 @@ class Checker {
     const auto it = in_flight_.find(MessageName{from, r, step.step, step.chunk});
     if (it == in_flight_.end()) return false;
     RankState& state = states_[static_cast<std::size_t>(r)];
-    const bool scratch = step.buffer == BufferId::kScratch;
-    const auto [first, last] = range(scratch ? scratch_cuts_ : cuts_, step.offset, step.count);
+    const bool scratch = is_to_scratch(step);
+    const auto [first, last] = range(scratch ? scratch_cuts(r) : cuts_, step.offset, step.count);
     if (last - first != it->second.atoms.size()) {
       throw Violation{"a message is sent with one size and received with another"};
     }
@@ -268,9 +272,9 @@ class Checker {
       Symbol result;
       for (Rank p = 0; p < n_; ++p) {
         const std::uint64_t at = static_cast<std::uint64_t>(p) * step.scratch_stride + within;
+        const auto& slots = scratch_cuts(r);
         const auto slot = static_cast<std::size_t>(
-            std::lower_bound(scratch_cuts_.begin(), scratch_cuts_.end(), at) -
-            scratch_cuts_.begin());
+            std::lower_bound(slots.begin(), slots.end(), at) - slots.begin());
         const Symbol input = p == r ? state.output[a] : state.scratch[slot];
         result = p == 0 ? input : combine(result, input);
       }
@@ -320,7 +324,7 @@ class Checker {
   const PlanRequest& request_;
   const Rank n_;
   std::vector<std::uint64_t> cuts_;
-  std::vector<std::uint64_t> scratch_cuts_;
+  std::vector<std::vector<std::uint64_t>> scratch_cuts_;  // by rank
   std::vector<RankState> states_;
   std::map<MessageName, Message> in_flight_;
 };

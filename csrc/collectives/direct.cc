@@ -9,12 +9,10 @@ namespace {
 void add_swap(Schedule& schedule, const PlanRequest& request, Step send, Step recv) {
   for (Rank p = 0; p < request.world_size; ++p) {
     if (p == request.rank) continue;
-    if (send.count > 0) {
-      schedule.begin_lane(0);
-      send.kind = StepKind::kSend;
-      send.peer = p;
-      schedule.add(send);
-    }
+    schedule.begin_lane(0);
+    send.kind = StepKind::kSend;
+    send.peer = p;
+    schedule.add(send);
   }
   for (Rank p = 0; p < request.world_size; ++p) {
     if (p == request.rank) continue;

@@ -23,7 +23,7 @@ class DemoConfig:
     """One run."""
 
     data: str = ""
-    steps: int = 200
+    steps: int = 300
     num_ranks: int = 2
     backend: str = "pycomm"
     out: Path = Path("demo")

@@ -1,0 +1,88 @@
+// Two ends of a link of any transport in one process, and the pump that moves them.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "platform/sockets.h"
+#include "platform/system.h"
+#include "transport/core_link.h"
+#include "transport/shm/factory.h"
+#include "transport/sim/network.h"
+#include "transport/tcp/factory.h"
+
+namespace pycomm::test {
+
+struct LinkPair {
+  std::shared_ptr<void> keepalive;  // what the links stand on; destroyed after them
+  std::shared_ptr<transport::CoreLink> a, b;
+  std::function<void()> pump;                                 // moves what can move
+  std::function<std::byte*(int side, std::uint64_t bytes)> memory;  // that `side` may expose
+};
+
+inline LinkPair make_shm_pair(bool allow_pull) {
+  struct Keep {
+    std::unique_ptr<transport::shm::Host> hosts[2];
+  };
+  auto keep = std::make_shared<Keep>();
+  for (auto& host : keep->hosts) host = transport::shm::Host::create().value();
+  const std::string name = "pycomm-test-" + platform::random_hex128();
+  auto listener = platform::listen_local(name).value();
+  auto client = platform::connect_local(name).value();
+  platform::UniqueFd server;
+  while (!(server = platform::accept_one(listener.get()))) platform::yield_thread();
+  transport::shm::LinkOptions options;
+  options.allow_pull = allow_pull;
+  const auto deadline = platform::real_clock().now_ns() + base::ms_to_ns(10'000);
+  LinkPair pair;
+  std::thread other([&] {
+    pair.b = transport::shm::establish(*keep->hosts[1], std::move(server), options, deadline).value();
+  });
+  pair.a = transport::shm::establish(*keep->hosts[0], std::move(client), options, deadline).value();
+  other.join();
+  pair.pump = [a = pair.a, b = pair.b] {
+    a->progress();
+    b->progress();
+  };
+  pair.memory = [keep](int side, std::uint64_t bytes) {
+    return keep->hosts[side]->allocate_arena(bytes).value();
+  };
+  pair.keepalive = keep;
+  return pair;
+}
+
+inline LinkPair make_tcp_pair() {
+  auto listener = platform::listen_tcp("127.0.0.1").value();
+  const auto deadline = platform::real_clock().now_ns() + base::ms_to_ns(10'000);
+  auto client = platform::connect_tcp("127.0.0.1", listener.port, deadline).value();
+  platform::UniqueFd server;
+  while (!(server = platform::accept_one(listener.fd.get()))) platform::yield_thread();
+  if (!platform::configure_stream(server.get()).is_ok()) std::abort();
+  LinkPair pair;
+  pair.a = transport::tcp::make_link(std::move(client), {});
+  pair.b = transport::tcp::make_link(std::move(server), {});
+  pair.pump = [a = pair.a, b = pair.b] {
+    a->progress();
+    b->progress();
+  };
+  return pair;
+}
+
+inline LinkPair make_sim_pair(std::uint64_t seed) {
+  transport::sim::NetworkOptions options;
+  options.seed = seed;
+  options.loss_per_million = 50'000;
+  options.eager_bytes_max = 8 * 1024;
+  options.eager_window_bytes = 512 * 1024;
+  auto network = std::make_shared<transport::sim::Network>(2, options);
+  LinkPair pair;
+  pair.a = std::shared_ptr<transport::CoreLink>(network, network->link(0, 1));
+  pair.b = std::shared_ptr<transport::CoreLink>(network, network->link(1, 0));
+  pair.pump = [network] { network->step(); };
+  pair.keepalive = network;
+  return pair;
+}
+
+}  // namespace pycomm::test
