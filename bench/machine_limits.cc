@@ -1,7 +1,5 @@
 #include "machine_limits.h"
 
-
-
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -113,8 +111,9 @@ __attribute__((target_clones("avx512f", "avx2", "default"))) void add_into(
   for (std::uint64_t i = 0; i < count; ++i) a[i] += b[i];
 }
 
-__attribute__((target_clones("avx512f", "avx2", "default"))) void add_both(
-    float* __restrict a, float* __restrict b, std::uint64_t count) {
+__attribute__((target_clones("avx512f", "avx2", "default"))) void add_both(float* __restrict a,
+                                                                           float* __restrict b,
+                                                                           std::uint64_t count) {
   for (std::uint64_t i = 0; i < count; ++i) {
     const float sum = a[i] + b[i];
     a[i] = sum;
@@ -163,8 +162,8 @@ double paired(std::uint64_t bytes, int num_processes,
     if (me >= num_processes) return 0.0;
     float* a = touched_floats(bytes);
     float* b = touched_floats(bytes);
-    const double s = timed_rounds(flags, me, rounds_for(bytes), num_processes == 2,
-                                  [&](int) { work(a, b); });
+    const double s =
+        timed_rounds(flags, me, rounds_for(bytes), num_processes == 2, [&](int) { work(a, b); });
     free(a);
     free(b);
     return s;
@@ -190,8 +189,7 @@ double flag_exchange_ns(int num_rounds) {
 }
 
 double copy_bytes_per_s(std::uint64_t bytes, int num_processes) {
-  return paired(bytes, num_processes,
-                [bytes](float* a, float* b) { std::memcpy(a, b, bytes); });
+  return paired(bytes, num_processes, [bytes](float* a, float* b) { std::memcpy(a, b, bytes); });
 }
 
 double add_bytes_per_s(std::uint64_t bytes, int num_processes) {
@@ -373,20 +371,34 @@ std::vector<Limit> measure_limits() {
     }
     return value;
   };
-  limits.push_back({"flag exchange", 0, 2, best([] { return flag_exchange_ns(200'000); }, true), "ns"});
+  limits.push_back(
+      {"flag exchange", 0, 2, best([] { return flag_exchange_ns(200'000); }, true), "ns"});
   for (const std::uint64_t bytes : {std::uint64_t{256} << 10, std::uint64_t{1} << 20,
                                     std::uint64_t{16} << 20, std::uint64_t{256} << 20}) {
     for (const int n : {1, 2}) {
-      limits.push_back({"copy", bytes, n, best([&] { return copy_bytes_per_s(bytes, n); }, false) / 1e9, "GB/s"});
-      limits.push_back({"add", bytes, n, best([&] { return add_bytes_per_s(bytes, n); }, false) / 1e9, "GB/s"});
+      limits.push_back({"copy", bytes, n,
+                        best([&] { return copy_bytes_per_s(bytes, n); }, false) / 1e9, "GB/s"});
+      limits.push_back(
+          {"add", bytes, n, best([&] { return add_bytes_per_s(bytes, n); }, false) / 1e9, "GB/s"});
     }
-    limits.push_back({"cross-core read", bytes, 2, best([&] { return cross_read_bytes_per_s(bytes); }, false) / 1e9, "GB/s"});
-    limits.push_back({"process_vm_readv", bytes, 2, best([&] { return process_vm_readv_bytes_per_s(bytes); }, false) / 1e9, "GB/s"});
-    limits.push_back({"shared tensors, read only", bytes, 2, best([&] { return shared_all_reduce_s(bytes, SharedPass::kReadOnly); }, true) * 1e6, "us"});
-    limits.push_back({"shared tensors, bare loop", bytes, 2, best([&] { return shared_all_reduce_s(bytes, SharedPass::kWhole); }, true) * 1e6, "us"});
+    limits.push_back({"cross-core read", bytes, 2,
+                      best([&] { return cross_read_bytes_per_s(bytes); }, false) / 1e9, "GB/s"});
+    limits.push_back({"process_vm_readv", bytes, 2,
+                      best([&] { return process_vm_readv_bytes_per_s(bytes); }, false) / 1e9,
+                      "GB/s"});
+    limits.push_back(
+        {"shared tensors, read only", bytes, 2,
+         best([&] { return shared_all_reduce_s(bytes, SharedPass::kReadOnly); }, true) * 1e6,
+         "us"});
+    limits.push_back(
+        {"shared tensors, bare loop", bytes, 2,
+         best([&] { return shared_all_reduce_s(bytes, SharedPass::kWhole); }, true) * 1e6, "us"});
   }
-  limits.push_back({"TCP loopback stream", std::uint64_t{16} << 20, 2, best([] { return tcp_stream_bytes_per_s(std::uint64_t{16} << 20); }, false) / 1e9, "GB/s"});
-  limits.push_back({"TCP loopback round trip", 8, 2, best([] { return tcp_round_trip_ns(); }, true), "ns"});
+  limits.push_back(
+      {"TCP loopback stream", std::uint64_t{16} << 20, 2,
+       best([] { return tcp_stream_bytes_per_s(std::uint64_t{16} << 20); }, false) / 1e9, "GB/s"});
+  limits.push_back(
+      {"TCP loopback round trip", 8, 2, best([] { return tcp_round_trip_ns(); }, true), "ns"});
   return limits;
 }
 

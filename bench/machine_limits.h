@@ -13,11 +13,11 @@
 namespace pycomm::bench {
 
 struct Limit {
-  std::string name;      // "flag exchange", "copy", ...
-  std::uint64_t bytes;   // working size; 0 where none applies
-  int num_threads;       // processes at work at once
+  std::string name;     // "flag exchange", "copy", ...
+  std::uint64_t bytes;  // working size; 0 where none applies
+  int num_threads;      // processes at work at once
   double value;
-  std::string unit;      // "ns", "GB/s"
+  std::string unit;  // "ns", "GB/s"
 };
 
 // A symmetric exchange of flags between two pinned processes: each writes a word in its own cache

@@ -15,8 +15,8 @@ PYBIND11_MODULE(_core, m) {
         // Forks two pinned processes; they touch no Python.
         py::list result;
         for (const pycomm::bench::Limit& limit : pycomm::bench::measure_limits()) {
-          result.append(py::make_tuple(limit.name, limit.bytes, limit.num_threads, limit.value,
-                                       limit.unit));
+          result.append(
+              py::make_tuple(limit.name, limit.bytes, limit.num_threads, limit.value, limit.unit));
         }
         return result;
       },

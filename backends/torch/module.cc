@@ -1,7 +1,6 @@
 // Python's view of the torch backend: the module pycomm._torch.
-#include <torch/csrc/utils/pybind.h>
-
 #include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "process_group.h"
 

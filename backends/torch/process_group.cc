@@ -32,8 +32,8 @@ class StoreAdapter final : public Store {
       return Status();
     } catch (const std::exception& error) {
       const std::string text = error.what();
-      const bool is_timeout = text.find("imeout") != std::string::npos ||
-                              text.find("timed out") != std::string::npos;
+      const bool is_timeout =
+          text.find("imeout") != std::string::npos || text.find("timed out") != std::string::npos;
       return Status::error(is_timeout ? StatusCode::kTimeout : StatusCode::kSystem,
                            "the rendezvous store: " + text.substr(0, text.find('\n')));
     }
@@ -154,17 +154,17 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   check_movable(input, "all_gather");
   check_movable(output, "all_gather");
-  TORCH_CHECK(output.numel() == input.numel() * getSize() &&
-                  output.scalar_type() == input.scalar_type(),
-              "pycomm: all_gather of ", input.numel(), " elements of ", input.scalar_type(),
-              " from ", getSize(), " ranks needs an output of as many, not ", output.numel(),
-              " of ", output.scalar_type());
-  auto work = c10::make_intrusive<Work>(getRank(), c10d::OpType::_ALLGATHER_BASE,
-                                        "pycomm:all_gather", std::vector<at::Tensor>{input},
-                                        std::vector<at::Tensor>{output});
+  TORCH_CHECK(
+      output.numel() == input.numel() * getSize() && output.scalar_type() == input.scalar_type(),
+      "pycomm: all_gather of ", input.numel(), " elements of ", input.scalar_type(), " from ",
+      getSize(), " ranks needs an output of as many, not ", output.numel(), " of ",
+      output.scalar_type());
+  auto work =
+      c10::make_intrusive<Work>(getRank(), c10d::OpType::_ALLGATHER_BASE, "pycomm:all_gather",
+                                std::vector<at::Tensor>{input}, std::vector<at::Tensor>{output});
   const at::Tensor flat_input = input.contiguous();
-  const at::Tensor flat_output = output.is_contiguous() ? output : at::empty_like(
-      output, at::MemoryFormat::Contiguous);
+  const at::Tensor flat_output =
+      output.is_contiguous() ? output : at::empty_like(output, at::MemoryFormat::Contiguous);
   OpRequest request = moving_request(OpKind::kAllGather, flat_input);
   request.output = data_of(flat_output);
   request.timeout_ms = timeout_ms(options.timeout);
@@ -185,14 +185,13 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::allgather(
   const at::Tensor flat_input = inputs[0].contiguous();
   for (const at::Tensor& output : outputs[0]) {
     check_movable(output, "all_gather");
-    TORCH_CHECK(output.numel() == flat_input.numel() &&
-                    output.scalar_type() == flat_input.scalar_type(),
-                "pycomm: all_gather needs outputs like its input (for uneven sizes, pad)");
+    TORCH_CHECK(
+        output.numel() == flat_input.numel() && output.scalar_type() == flat_input.scalar_type(),
+        "pycomm: all_gather needs outputs like its input (for uneven sizes, pad)");
   }
   auto work = c10::make_intrusive<Work>(getRank(), c10d::OpType::ALLGATHER, "pycomm:all_gather",
                                         inputs, outputs[0]);
-  const at::Tensor gathered =
-      at::empty({getSize(), flat_input.numel()}, flat_input.options());
+  const at::Tensor gathered = at::empty({getSize(), flat_input.numel()}, flat_input.options());
   OpRequest request = moving_request(OpKind::kAllGather, flat_input);
   request.output = data_of(gathered);
   request.timeout_ms = timeout_ms(options.timeout);

@@ -26,8 +26,8 @@ std::optional<DType> dtype_of(at::ScalarType type) {
 }  // namespace
 
 void check_movable(const at::Tensor& tensor, const char* operation) {
-  TORCH_CHECK(tensor.device().is_cpu(), "pycomm: ", operation, " got a tensor on ",
-              tensor.device(), ", but this group moves CPU tensors; create it with "
+  TORCH_CHECK(tensor.device().is_cpu(), "pycomm: ", operation, " got a tensor on ", tensor.device(),
+              ", but this group moves CPU tensors; create it with "
               "init_process_group('cpu:pycomm,cuda:nccl'), or pass tensor.cpu()");
   TORCH_CHECK(tensor.layout() == at::kStrided, "pycomm: ", operation,
               " takes dense tensors only; call .to_dense() first");
@@ -52,8 +52,9 @@ ReduceOp reduce_op(const c10d::ReduceOp& op) {
     case c10d::ReduceOp::BXOR: return ReduceOp::kBitXor;
     default: break;
   }
-  TORCH_CHECK(false, "pycomm: this reduction is not supported; use SUM, AVG, PRODUCT, MIN, MAX, "
-                     "BAND, BOR or BXOR");
+  TORCH_CHECK(false,
+              "pycomm: this reduction is not supported; use SUM, AVG, PRODUCT, MIN, MAX, "
+              "BAND, BOR or BXOR");
 }
 
 std::byte* data_of(const at::Tensor& tensor) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "pycomm/operation.h"

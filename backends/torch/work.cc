@@ -98,8 +98,8 @@ bool Work::wait(std::chrono::milliseconds timeout) {
       if (timeout != kNoTimeout) {
         const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
             deadline - std::chrono::steady_clock::now());
-        TORCH_CHECK_WITH(DistBackendError, left.count() > 0, "pycomm: timeout: wait() gave up after ",
-                         timeout.count(), " ms");
+        TORCH_CHECK_WITH(DistBackendError, left.count() > 0,
+                         "pycomm: timeout: wait() gave up after ", timeout.count(), " ms");
         slice = std::min<std::int64_t>(slice, left.count());
       }
       const Status ignored = operation->wait(slice);
@@ -117,7 +117,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
   {
     std::lock_guard lock(status_mutex_);
     if (!future_) {
-      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      future_ =
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
       is_new = true;
     }
   }

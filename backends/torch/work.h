@@ -1,9 +1,8 @@
 // c10d::Work over an operation of the core.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <mutex>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "pycomm/communicator.h"
 

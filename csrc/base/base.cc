@@ -1,6 +1,4 @@
 // Bodies of status.h, types.h, check.h and log.h.
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -43,8 +41,8 @@ std::string Status::to_string() const {
 
 namespace {
 constexpr std::size_t kDTypeBytes[kNumDTypes] = {8, 4, 2, 2, 1, 2, 4, 8, 1, 1, 8, 16};
-constexpr const char* kDTypeNames[kNumDTypes] = {"float64", "float32", "float16", "bfloat16",
-                                                 "int8",    "int16",   "int32",   "int64",
+constexpr const char* kDTypeNames[kNumDTypes] = {"float64", "float32", "float16",   "bfloat16",
+                                                 "int8",    "int16",   "int32",     "int64",
                                                  "uint8",   "bool",    "complex64", "complex128"};
 constexpr const char* kReduceOpNames[kNumReduceOps] = {"sum", "avg",  "product", "min",
                                                        "max", "band", "bor",     "bxor"};
@@ -81,8 +79,10 @@ std::string describe_signature(Signature s) {
   std::string text = kOpKindNames[kind];
   if (static_cast<OpKind>(kind) == OpKind::kBarrier) return text + "()";
   text += "(";
-  if (static_cast<OpKind>(kind) == OpKind::kAllReduce) text += std::string(kReduceOpNames[op]) + ", ";
-  if (static_cast<OpKind>(kind) == OpKind::kBroadcast) text += "root " + std::to_string(root) + ", ";
+  if (static_cast<OpKind>(kind) == OpKind::kAllReduce)
+    text += std::string(kReduceOpNames[op]) + ", ";
+  if (static_cast<OpKind>(kind) == OpKind::kBroadcast)
+    text += "root " + std::to_string(root) + ", ";
   return text + kDTypeNames[dtype] + ", " + std::to_string(s & kCountMax) + " elements)";
 }
 
@@ -99,14 +99,22 @@ std::atomic<int> g_level{static_cast<int>(LogLevel::kWarn)};
 
 void set_log_level(LogLevel level) { g_level.store(static_cast<int>(level)); }
 
+namespace {
+std::string& log_prefix() {
+  static auto* prefix = new std::string("pycomm ");
+  return *prefix;
+}
+}  // namespace
+
+void set_log_prefix(const std::string& prefix) { log_prefix() = prefix; }
+
 bool log_enabled(LogLevel level) { return static_cast<int>(level) <= g_level.load(); }
 
 void log(LogLevel level, const std::string& text) {
   if (!log_enabled(level)) return;
   static const char* const names[] = {"error", "warning", "info", "trace"};
-  const std::string line = "pycomm[" + std::to_string(getpid()) + "] " +
-                           names[static_cast<int>(level)] + ": " + text + "\n";
-  [[maybe_unused]] auto ignored = ::write(STDERR_FILENO, line.data(), line.size());
+  const std::string line = log_prefix() + names[static_cast<int>(level)] + ": " + text + "\n";
+  std::fwrite(line.data(), 1, line.size(), stderr);  // unbuffered: one write
 }
 
 }  // namespace base

@@ -7,7 +7,7 @@ namespace pycomm::base {
 
 }  // namespace pycomm::base
 
-#define PYCOMM_CHECK(expression)                                                  \
-  (__builtin_expect(static_cast<bool>(expression), 1)                             \
-       ? static_cast<void>(0)                                                     \
+#define PYCOMM_CHECK(expression)                      \
+  (__builtin_expect(static_cast<bool>(expression), 1) \
+       ? static_cast<void>(0)                         \
        : ::pycomm::base::check_failed(__FILE__, __LINE__, #expression))

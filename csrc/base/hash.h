@@ -23,8 +23,7 @@ constexpr std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
 
 struct TransferIdHash {
   std::size_t operator()(const TransferId& id) const {
-    return mix(mix(id.group, id.op),
-               mix((std::uint64_t{id.epoch} << 32) | id.step, id.chunk));
+    return mix(mix(id.group, id.op), mix((std::uint64_t{id.epoch} << 32) | id.step, id.chunk));
   }
 };
 

@@ -51,8 +51,8 @@ class Checker {
     Atoms output;
     Atoms scratch;
     std::uint32_t stage = 0;
-    std::vector<std::uint32_t> at;  // next step of each lane
-    std::vector<bool> sent;         // the send half of an exchange is out
+    std::vector<std::uint32_t> at;        // next step of each lane
+    std::vector<bool> sent;               // the send half of an exchange is out
     std::bitset<kCheckerWorldMax> heard;  // whose news arrived, however indirectly
   };
   struct Message {
@@ -101,9 +101,8 @@ class Checker {
   }
 
   std::uint64_t output_elements() const {
-    return request_.kind == OpKind::kAllGather
-               ? request_.count * static_cast<std::uint64_t>(n_)
-               : request_.count;
+    return request_.kind == OpKind::kAllGather ? request_.count * static_cast<std::uint64_t>(n_)
+                                               : request_.count;
   }
 
   std::uint64_t limit(const Schedule& schedule, const Step& step) const {
@@ -189,8 +188,7 @@ class Checker {
         later |= lane.stage > state.stage;
         continue;
       }
-      while (state.at[l] < lane.count &&
-             perform(r, l, schedule.steps[lane.first + state.at[l]])) {
+      while (state.at[l] < lane.count && perform(r, l, schedule.steps[lane.first + state.at[l]])) {
         ++state.at[l];
         state.sent[l] = false;
         moved = true;
@@ -210,9 +208,11 @@ class Checker {
     switch (step.kind) {
       case StepKind::kSend: send(r, step.peer, step); return true;
       case StepKind::kScale: return true;
-      case StepKind::kRecv: return receive(r, step.peer, step, [](Symbol, Symbol got) { return got; });
+      case StepKind::kRecv:
+        return receive(r, step.peer, step, [](Symbol, Symbol got) { return got; });
       case StepKind::kRecvCombine:
-        return receive(r, step.peer, step, [&](Symbol mine, Symbol got) { return combine(got, mine); });
+        return receive(r, step.peer, step,
+                       [&](Symbol mine, Symbol got) { return combine(got, mine); });
       case StepKind::kExchange:
       case StepKind::kExchangeCombine: {
         if (!state.sent[lane]) send(r, step.peer, step);

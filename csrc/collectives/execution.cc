@@ -65,10 +65,10 @@ bool Execution::advance(base::TimeNs now) {
   }
   if (!moved && now >= deadline_) {
     const Rank late = waits_for();
-    abort(Status::error(StatusCode::kTimeout,
-                        late == kNoRank ? "timed out"
-                                        : "timed out waiting for rank " + std::to_string(late),
-                        late));
+    abort(Status::error(
+        StatusCode::kTimeout,
+        late == kNoRank ? "timed out" : "timed out waiting for rank " + std::to_string(late),
+        late));
     return true;
   }
   return moved;
@@ -88,7 +88,8 @@ bool Execution::start() {
     const auto& bases = group_.shared.bases;
     if (!bases.empty() && request_.kind == OpKind::kAllReduce) {
       const std::byte* base = bases[static_cast<std::size_t>(group_.rank)];
-      if (request_.output >= base && request_.output + request_.bytes() <= base + group_.shared.bytes) {
+      if (request_.output >= base &&
+          request_.output + request_.bytes() <= base + group_.shared.bytes) {
         place = static_cast<std::uint64_t>(request_.output - base) + 1;
       }
     }
@@ -159,11 +160,13 @@ bool Execution::after_announcement() {
 bool Execution::reduce_shared() {
   const std::uint64_t element_bytes = dtype_bytes(request_.dtype);
   const Part part = part_of(request_.count, group_.world_size, group_.rank, 4096 / element_bytes);
-  const std::uint64_t slice = std::min(kSharedSliceBytes / element_bytes, part.count - shared_done_);
+  const std::uint64_t slice =
+      std::min(kSharedSliceBytes / element_bytes, part.count - shared_done_);
   if (slice > 0) {
     std::byte* outputs[kFlatWorldMax];
     const std::uint64_t offset = (part.offset + shared_done_) * element_bytes;
-    for (std::size_t p = 0; p < shared_outputs_.size(); ++p) outputs[p] = shared_outputs_[p] + offset;
+    for (std::size_t p = 0; p < shared_outputs_.size(); ++p)
+      outputs[p] = shared_outputs_[p] + offset;
     kernels::fold(outputs, group_.world_size, outputs, group_.world_size, slice, request_.dtype,
                   request_.op, request_.scale(group_.world_size));
     shared_done_ += slice;

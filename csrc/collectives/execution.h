@@ -44,8 +44,8 @@ struct GroupContext {
   int world_size = 1;
   GroupShape shape;
   std::uint64_t chunk_bytes = 256 * 1024;
-  std::vector<Link*> links;                // by rank; null at my own
-  std::unique_ptr<FlatExchange> flat;      // null unless shape.shares_memory
+  std::vector<Link*> links;            // by rank; null at my own
+  std::unique_ptr<FlatExchange> flat;  // null unless shape.shares_memory
   SharedTensors shared;
   Waker* waker = nullptr;
   ScratchPool scratch;

@@ -28,9 +28,9 @@ void FlatExchange::publish(Signature signature, const void* payload, std::uint64
 }
 
 void publish_request(FlatExchange& flat, const OpRequest& request, Signature signature) {
-  const bool has_payload =
-      request.kind == OpKind::kAllReduce || request.kind == OpKind::kAllGather ||
-      (request.kind == OpKind::kBroadcast && request.root == flat.rank());
+  const bool has_payload = request.kind == OpKind::kAllReduce ||
+                           request.kind == OpKind::kAllGather ||
+                           (request.kind == OpKind::kBroadcast && request.root == flat.rank());
   flat.publish(signature, request.input, has_payload ? request.bytes() : 0);
 }
 

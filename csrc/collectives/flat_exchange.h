@@ -37,7 +37,7 @@ struct FlatArea {
 
 class FlatExchange {
  public:
-    // areas[p] is rank p's FlatArea as mapped here, zeros at first; areas[rank] is mine.
+  // areas[p] is rank p's FlatArea as mapped here, zeros at first; areas[rank] is mine.
   FlatExchange(Rank rank, const std::vector<std::byte*>& areas);
 
   // Opens the next exchange with my message; bytes <= kFlatBytesMax.

@@ -21,8 +21,8 @@ enum class StepKind : std::uint8_t {
   kRecvCombine,      // output = received op output
   kExchange,         // send to peer and receive from `from`, both output[offset, count)
   kExchangeCombine,  // swap with peer; output = lower rank's op higher rank's
-  kFold,             // output = input of rank 0 op rank 1 op ..., others' in scratch, mine in output
-  kScale,            // output /= world_size, if the reduction is an average
+  kFold,   // output = input of rank 0 op rank 1 op ..., others' in scratch, mine in output
+  kScale,  // output /= world_size, if the reduction is an average
 };
 
 enum class BufferId : std::uint8_t { kOutput, kScratch };
@@ -31,8 +31,8 @@ struct Step {
   StepKind kind;
   BufferId buffer = BufferId::kOutput;  // of kRecv
   Rank peer = kNoRank;
-  Rank from = kNoRank;        // of kExchange
-  std::uint32_t step = 0;     // names the message
+  Rank from = kNoRank;     // of kExchange
+  std::uint32_t step = 0;  // names the message
   std::uint32_t chunk = 0;
   std::uint64_t offset = 0;
   std::uint64_t count = 0;
@@ -84,10 +84,10 @@ struct PlanRequest {
 Schedule plan_ring_all_reduce(const PlanRequest& request);
 Schedule plan_recursive_all_reduce(const PlanRequest& request);  // recursive doubling
 Schedule plan_ring_all_gather(const PlanRequest& request);
-Schedule plan_tree_broadcast(const PlanRequest& request);        // binomial
-Schedule plan_barrier(const PlanRequest& request);               // dissemination
-Schedule plan_flat(const PlanRequest& request);                  // expansion of Fused::kFlat
-Schedule plan_shared_all_reduce(const PlanRequest& request);     // expansion of Fused::kShared
+Schedule plan_tree_broadcast(const PlanRequest& request);     // binomial
+Schedule plan_barrier(const PlanRequest& request);            // dissemination
+Schedule plan_flat(const PlanRequest& request);               // expansion of Fused::kFlat
+Schedule plan_shared_all_reduce(const PlanRequest& request);  // expansion of Fused::kShared
 
 // The i-th of n nearly equal parts of `count`, cut at multiples of `align` elements.
 struct Part {

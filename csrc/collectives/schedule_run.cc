@@ -10,9 +10,7 @@ namespace {
 
 // Lanes in flight. A ring needs all world_size shards of its oldest chunk at once, or it
 // deadlocks (tests/cpp/schedule_run_test.cc); the rest fills the pipe.
-std::size_t lanes_in_flight(int world_size) {
-  return 2 * static_cast<std::size_t>(world_size) + 8;
-}
+std::size_t lanes_in_flight(int world_size) { return 2 * static_cast<std::size_t>(world_size) + 8; }
 
 bool needs_scratch(StepKind kind) {
   return kind == StepKind::kRecvCombine || kind == StepKind::kExchangeCombine;
@@ -28,7 +26,8 @@ ScheduleRun::ScheduleRun(GroupContext& group, const OpRequest& request, Schedule
       lanes_max_(std::max(lanes_in_flight(group.world_size),
                           schedule_.fused == Fused::kNo ? 0 : schedule_.lanes.size())) {
   for (const Step& step : schedule_.steps) {
-    if (needs_scratch(step.kind)) scratch_bytes_ = std::max(scratch_bytes_, step.count * element_bytes_);
+    if (needs_scratch(step.kind))
+      scratch_bytes_ = std::max(scratch_bytes_, step.count * element_bytes_);
   }
   scratch_bytes_ = std::max(scratch_bytes_, group.chunk_bytes);
   fold_scratch_.resize(schedule_.scratch_elements * element_bytes_);
@@ -162,10 +161,9 @@ void ScheduleRun::fold(const Step& step) {
   PYCOMM_CHECK(group_.world_size <= kFlatWorldMax);
   std::byte* mine = output_at(step.offset);
   for (Rank p = 0; p < group_.world_size; ++p) {
-    inputs[p] = p == group_.rank
-                    ? mine
-                    : fold_scratch_.data() +
-                          static_cast<std::uint64_t>(p) * step.scratch_stride * element_bytes_;
+    inputs[p] = p == group_.rank ? mine
+                                 : fold_scratch_.data() + static_cast<std::uint64_t>(p) *
+                                                              step.scratch_stride * element_bytes_;
   }
   kernels::fold(&mine, 1, inputs, group_.world_size, step.count, request_.dtype, request_.op,
                 request_.scale(group_.world_size));
@@ -178,8 +176,8 @@ void ScheduleRun::fail(Rank peer, const Transfer& transfer) {
   if (status.code() == StatusCode::kPeerLost) {
     text = who + " was lost: " + status.message();
   } else if (status.code() == StatusCode::kInvalidUsage) {
-    text = "rank " + std::to_string(group_.rank) + " and " + who + " disagree on " +
-           status.message();
+    text =
+        "rank " + std::to_string(group_.rank) + " and " + who + " disagree on " + status.message();
   } else {
     text = "transfer with " + who + ": " + status.message();
   }

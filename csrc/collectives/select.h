@@ -11,7 +11,7 @@ inline constexpr std::uint64_t kFlatBytesMax = 4096;
 
 // Shapes of group that make a difference.
 struct GroupShape {
-  bool shares_memory = false;  // every pair of ranks has a shared-memory link
+  bool shares_memory = false;                     // every pair of ranks has a shared-memory link
   std::uint64_t recursive_bytes_max = 64 * 1024;  // below it latency counts more than bandwidth
 };
 

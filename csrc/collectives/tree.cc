@@ -60,8 +60,8 @@ Schedule plan_tree_broadcast(const PlanRequest& request) {
     step.chunk = static_cast<std::uint32_t>(offset / chunk);
     schedule.begin_lane(0);
     // The lowest set bit of a place leads to its parent; lower bits lead to its children.
-    const int low = place == 0 ? static_cast<int>(std::bit_ceil(static_cast<unsigned>(n)))
-                               : place & -place;
+    const int low =
+        place == 0 ? static_cast<int>(std::bit_ceil(static_cast<unsigned>(n))) : place & -place;
     if (place != 0) {
       step.peer = rank_at(place - low);
       schedule.add(step);

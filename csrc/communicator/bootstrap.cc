@@ -16,8 +16,8 @@ namespace pycomm::communicator {
 namespace {
 
 using base::TimeNs;
-using platform::UniqueFd;
 using platform::real_clock;
+using platform::UniqueFd;
 using transport::CoreLink;
 using transport::tcp::Membership;
 
@@ -30,10 +30,9 @@ TimeNs handshake_deadline(TimeNs deadline) {
 }
 
 Status about_rank(const Status& status, Rank rank, const char* doing) {
-  return Status::error(status.code(),
-                       std::string(doing) + " rank " + std::to_string(rank) + ": " +
-                           status.message(),
-                       rank);
+  return Status::error(
+      status.code(), std::string(doing) + " rank " + std::to_string(rank) + ": " + status.message(),
+      rank);
 }
 
 // Drives a membership over a stream until done.
@@ -93,7 +92,8 @@ class Connector {
       if (missing == kNoRank) return Status();
       if (real_clock().now_ns() > deadline_) {
         return Status::error(StatusCode::kTimeout,
-                             "rank " + std::to_string(missing) + " did not connect in time", missing);
+                             "rank " + std::to_string(missing) + " did not connect in time",
+                             missing);
       }
       const bool moved = accept_local() | accept_tcp();
       if (!moved) platform::sleep_ns(200'000);
@@ -116,8 +116,8 @@ class Connector {
     auto socket = platform::connect_local(theirs.local_name);
     if (!socket.is_ok()) return socket.status();
     const TimeNs until = handshake_deadline(deadline_);
-    PYCOMM_RETURN_IF_ERROR(platform::send_with_fds(
-        socket.value().get(), "shm " + engine_.process_id(), {}, until));
+    PYCOMM_RETURN_IF_ERROR(
+        platform::send_with_fds(socket.value().get(), "shm " + engine_.process_id(), {}, until));
     return establish_shm(std::move(socket).value(), theirs.process_id, until);
   }
 
@@ -204,8 +204,8 @@ class Connector {
     auto secret = secret_for(theirs);
     if (!secret.is_ok()) return secret.status();
     const bool is_local = theirs.host == hello(rank_).host;
-    const std::string address = is_local && options_.bind_address.empty() ? "127.0.0.1"
-                                                                          : theirs.tcp_address;
+    const std::string address =
+        is_local && options_.bind_address.empty() ? "127.0.0.1" : theirs.tcp_address;
     if (!is_local) PYCOMM_RETURN_IF_ERROR(announce_plaintext(address));
     auto stream = platform::connect_tcp(address, theirs.tcp_port, deadline_);
     if (!stream.is_ok()) return stream.status();
@@ -243,11 +243,11 @@ class Connector {
         platform::configure_stream(fd.get()).is_ok()) {
       const std::string& secret =
           options_.secret.empty() ? engine_.local_secret() : options_.secret;
-      pending_.push_back({std::move(fd),
-                          Membership::acceptor(secret, engine_.process_id(),
-                                               platform::random_hex128()),
-                          handshake_deadline(deadline_),
-                          {}});
+      pending_.push_back(
+          {std::move(fd),
+           Membership::acceptor(secret, engine_.process_id(), platform::random_hex128()),
+           handshake_deadline(deadline_),
+           {}});
       moved = true;
     }
     for (auto it = pending_.begin(); it != pending_.end();) {

@@ -34,7 +34,7 @@ class CommunicatorImpl final : public Communicator {
       : engine_(std::move(engine)), group_(std::move(group)), links_(std::move(links)) {}
 
   ~CommunicatorImpl() override {
-    if (is_forked_child()) {
+    if (is_inherited()) {
       leak();
       return;
     }
@@ -81,7 +81,7 @@ class CommunicatorImpl final : public Communicator {
   }
 
   void abort(const std::string& reason) override {
-    if (is_forked_child()) return;
+    if (is_inherited()) return;
     engine_->abort_group(*group_, Status::error(StatusCode::kAborted, reason));
   }
 
@@ -104,8 +104,11 @@ class CommunicatorImpl final : public Communicator {
   std::vector<PeerStats> peer_stats() const override { return engine_->peer_stats(*group_); }
 
  private:
+  // Whether this process was forked after the group was created.
+  bool is_inherited() const { return generation_ != fork_generation(); }
+
   Status check_usable(const OpRequest& request) const {
-    if (is_forked_child()) {
+    if (is_inherited()) {
       return Status::error(StatusCode::kInvalidUsage,
                            "this process was forked after its group was created; the group "
                            "belongs to the parent");
@@ -156,17 +159,16 @@ class CommunicatorImpl final : public Communicator {
     Group& group = *group_;
     const collectives::FlatExchange& flat = *group.context.flat;
     const TimeNs start = real_clock().now_ns();
-    const std::int64_t timeout =
-        request.timeout_ms >= 0 ? request.timeout_ms : group.timeout_ms;
+    const std::int64_t timeout = request.timeout_ms >= 0 ? request.timeout_ms : group.timeout_ms;
     const TimeNs deadline = base::deadline_after(start, timeout);
     while (!flat.has_arrived(peer)) {
       if (group.has_failed()) return group.failure();
       // In this order: a notice of who failed is taken in before the goodbye behind it.
       if (group.has_departed(peer) && !flat.has_arrived(peer) && !group.has_failed()) {
-        return Status::error(StatusCode::kPeerLost,
-                             "rank " + std::to_string(peer) +
-                                 " was lost: it left the group before this operation",
-                             peer);
+        return Status::error(
+            StatusCode::kPeerLost,
+            "rank " + std::to_string(peer) + " was lost: it left the group before this operation",
+            peer);
       }
       const TimeNs now = real_clock().now_ns();
       if (now >= deadline) {
@@ -209,6 +211,7 @@ class CommunicatorImpl final : public Communicator {
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Group> group_;
   std::vector<std::shared_ptr<transport::CoreLink>> links_;
+  const std::uint64_t generation_ = fork_generation();
 };
 
 Hello make_hello(Engine& engine, int world_size, const Options& options) {
@@ -297,8 +300,8 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
                                                   const Options& options) {
   const TimeNs deadline = base::deadline_after(real_clock().now_ns(), options.timeout_ms);
   std::lock_guard creation(engine->creation_mutex());
-  auto hellos = exchange(store, options.group_name, rank, make_hello(*engine, world_size, options),
-                         deadline);
+  auto hellos =
+      exchange(store, options.group_name, rank, make_hello(*engine, world_size, options), deadline);
   if (!hellos.is_ok()) return hellos.status();
   PYCOMM_RETURN_IF_ERROR(compare(hellos.value()));
   PYCOMM_RETURN_IF_ERROR(check_choice(hellos.value(), rank, options));

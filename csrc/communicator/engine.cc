@@ -1,3 +1,4 @@
+// The engine's life, its links and its groups; engine_progress.cc moves them.
 #include "communicator/engine.h"
 
 #include <algorithm>
@@ -14,19 +15,6 @@ using base::TimeNs;
 using platform::real_clock;
 using transport::CoreLink;
 
-constexpr std::uint64_t kDoorbellToken = 1;
-constexpr std::uint64_t kKickToken = 2;
-
-// A waiting caller looks this often without a pause, then yields, then parks and leaves the rest
-// to the progress thread.
-constexpr int kSpinsBeforeYield = 2'000;
-constexpr TimeNs kRunBeforeParkNs = 300'000;
-constexpr std::int64_t kParkSliceNs = 50'000'000;
-// The progress thread yields this often while operations are open, before it sleeps.
-constexpr int kYieldsBeforeSleep = 20;
-constexpr std::int64_t kIdleSleepNs = 5'000'000'000;
-constexpr std::int64_t kActiveSleepNs = 100'000'000;
-constexpr std::int64_t kRunnerPauseNs = 500'000;
 constexpr TimeNs kGoodbyeNs = 500'000'000;
 
 struct Registry {
@@ -34,10 +22,16 @@ struct Registry {
   std::weak_ptr<Engine> engine;
   int users = 0;
 };
-// Never destroyed: threads and atexit handlers may outlive static destructors.
+// One a fork generation, never destroyed: threads and exit handlers may outlive static
+// destructors, and a child must not touch a lock that the parent held.
 Registry& registry() {
-  static auto* instance = new Registry;
-  return *instance;
+  static std::atomic<Registry*> current{new Registry};
+  static std::atomic<std::uint64_t> generation{fork_generation()};
+  std::uint64_t seen = generation.load();
+  if (seen != fork_generation() && generation.compare_exchange_strong(seen, fork_generation())) {
+    current.store(new Registry);
+  }
+  return *current.load();
 }
 
 }  // namespace
@@ -46,11 +40,6 @@ Registry& registry() {
 
 Result<std::shared_ptr<Engine>> Engine::acquire(const Options& options) {
   std::lock_guard lock(registry().mutex);
-  if (is_forked_child()) {
-    return Status::error(StatusCode::kInvalidUsage,
-                         "this process was forked from one that uses pycomm; start it with "
-                         "'spawn', or fork before the first group is created");
-  }
   std::shared_ptr<Engine> engine = registry().engine.lock();
   if (!engine || registry().users == 0) {
     engine.reset(new Engine());
@@ -67,7 +56,6 @@ void Engine::release_user() {
 }
 
 void Engine::shutdown_process() {
-  if (is_forked_child()) return;
   std::shared_ptr<Engine> engine;
   {
     std::lock_guard lock(registry().mutex);
@@ -83,6 +71,7 @@ Status Engine::start(const Options& options) {
     return true;
   }();
   static_cast<void>(registered);
+  base::set_log_prefix("pycomm[" + std::to_string(platform::process_id()) + "] ");
   process_id_ = platform::random_hex128();
   local_name_ = "pycomm-" + process_id_;
   local_secret_ = platform::random_hex128();
@@ -105,8 +94,8 @@ Status Engine::start(const Options& options) {
     PYCOMM_RETURN_IF_ERROR(poller_.add(host_->doorbell().fd(), kDoorbellToken));
   } else {
     shm_refusal_ = host.status().message();
-    base::log(base::LogLevel::kWarn, "no shared memory here (" + shm_refusal_ +
-                                         "); ranks of this host talk over TCP");
+    base::log(base::LogLevel::kWarn,
+              "no shared memory here (" + shm_refusal_ + "); ranks of this host talk over TCP");
   }
   auto tcp = platform::listen_tcp(options.bind_address);
   if (!tcp.is_ok()) return tcp.status();
@@ -147,15 +136,18 @@ void Engine::stop() {
   is_stopping_ = true;
   kick();
   if (progress_thread_.joinable()) progress_thread_.join();
+  std::vector<std::thread> completers;
   {
     std::lock_guard lock(completion_mutex_);
+    completers.swap(completion_threads_);
     completion_changed_.notify_all();
   }
-  if (completion_thread_.joinable()) {
-    if (completion_thread_.get_id() == std::this_thread::get_id()) {
-      completion_thread_.detach();
+  for (std::thread& thread : completers) {
+    // A callback may hold the last communicator: its own thread ends by itself.
+    if (thread.get_id() == std::this_thread::get_id()) {
+      thread.detach();
     } else {
-      completion_thread_.join();
+      thread.join();
     }
   }
   std::lock_guard lock(mutex_);
@@ -259,10 +251,10 @@ void Engine::take_notices(const std::string& process_id, CoreLink& link) {
       const auto& ids = member.process_ids;
       const auto from = std::find(ids.begin(), ids.end(), process_id) - ids.begin();
       const std::string who = "rank " + std::to_string(notice.rank);
-      const std::string what =
-          notice.rank == kNoRank                       ? std::string(to_string(notice.code))
-          : notice.code == StatusCode::kPeerLost       ? who + " was lost"
-                                                       : to_string(notice.code) + (" at " + who);
+      const std::string what = notice.rank == kNoRank ? std::string(to_string(notice.code))
+                               : notice.code == StatusCode::kPeerLost
+                                   ? who + " was lost"
+                                   : to_string(notice.code) + (" at " + who);
       member.group->mark_failed(
           Status::error(notice.code, what + " (rank " + std::to_string(from) + " says)",
                         notice.rank),
@@ -319,202 +311,6 @@ std::vector<PeerStats> Engine::peer_stats(const Group& group) {
     stats.push_back({static_cast<Rank>(r), link->transport(), link->counters()});
   }
   return stats;
-}
-
-// ---------------------------------------------------------------- progress
-
-bool Engine::progress() {
-  bool moved = false;
-  for (auto& [id, peer] : links_) moved |= peer.link->progress();
-  watch_links();
-  const TimeNs now = real_clock().now_ns();
-  int active = 0;
-  for (Member& member : members_) {
-    Group& group = *member.group;
-    if (group.num_queued() == 0 || !group.try_own()) continue;
-    moved |= group.advance(now);
-    active += group.num_queued();
-    group.release();
-  }
-  tell_failures();
-  if (active > 0 || moved) {
-    for (auto& [id, peer] : links_) moved |= peer.link->progress();
-  }
-  num_active_.store(active);
-  return moved;
-}
-
-void Engine::submit(Group& group, std::shared_ptr<QueuedOperation> operation, bool caller_waits) {
-  group.own();
-  {
-    std::lock_guard lock(mutex_);
-    if (group.has_failed()) {
-      const Status failure = group.failure();
-      operation->request().op_number = group.next_op_number();
-      operation->complete(group.explain(failure, operation->request(), operation->op_number()));
-      group.fail(failure);
-      group.release();
-      return;
-    }
-    group.enqueue(std::move(operation));
-    group.release();
-    num_active_.fetch_add(1);
-    // The first chunk leaves now; whether a waiter or the progress thread goes on is open.
-    progress();
-  }
-  if (is_active() && !caller_waits) kick();
-}
-
-void Engine::abort_group(Group& group, const Status& status, Group::Tell tell) {
-  group.mark_failed(status, tell);  // a caller that waits inside an exchange lets go
-  group.own();
-  std::lock_guard lock(mutex_);
-  group.fail(status, tell);
-  tell_failures();
-  group.release();
-}
-
-Status Engine::wait(QueuedOperation& operation, std::int64_t timeout_ms) {
-  const TimeNs start = real_clock().now_ns();
-  const TimeNs deadline = base::deadline_after(start, timeout_ms);
-  begin_running();
-  TimeNs last_move = start;
-  for (int idle = 0; !operation.is_done(); ++idle) {
-    const TimeNs now = real_clock().now_ns();
-    bool moved = false;
-    if (mutex_.try_lock()) {
-      moved = progress();
-      mutex_.unlock();
-    }
-    if (moved) {
-      idle = 0;
-      last_move = now;
-    } else if (now - last_move > kRunBeforeParkNs || now >= deadline) {
-      break;
-    } else if (idle < kSpinsBeforeYield) {
-      base::spin_pause();
-    } else {
-      platform::yield_thread();
-    }
-  }
-  end_running();
-  while (!operation.is_done()) {
-    const TimeNs left = deadline - real_clock().now_ns();
-    if (left <= 0) return Status::error(StatusCode::kTimeout, "not done yet");
-    operation.park(std::min(left, kParkSliceNs));
-  }
-  return Status();
-}
-
-void Engine::arm_bell() {
-  if (host_) host_->header().bell_armed.store(is_active() ? transport::shm::kBellAll
-                                                          : transport::shm::kBellMessages);
-}
-
-void Engine::begin_running() {
-  num_runners_.fetch_add(1);
-  if (host_) host_->header().bell_armed.store(transport::shm::kBellOff);
-}
-
-// If the progress thread slept meanwhile, peers must ring for it again, and what came before the
-// bell was armed must not be missed.
-void Engine::end_running() {
-  if (num_runners_.fetch_sub(1) != 1) return;
-  if (is_asleep_.load()) {
-    arm_bell();
-    look_once_more();
-  }
-  if (is_active()) kick();
-}
-
-bool Engine::look_once_more() {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  std::lock_guard lock(mutex_);
-  return progress();
-}
-
-void Engine::kick() { kick_bell_.ring(); }
-
-void Engine::progress_loop() {
-  platform::block_signals_in_this_thread();
-  int yields = 0;
-  while (!is_stopping_.load()) {
-    if (num_runners_.load() > 0) {
-      platform::sleep_ns(kRunnerPauseNs);
-      continue;
-    }
-    bool moved;
-    {
-      std::lock_guard lock(mutex_);
-      moved = progress();
-    }
-    if (moved) {
-      yields = 0;
-    } else if (is_active() && yields < kYieldsBeforeSleep) {
-      ++yields;
-      platform::yield_thread();
-    } else {
-      yields = 0;
-      sleep_until_event();
-    }
-  }
-}
-
-void Engine::sleep_until_event() {
-  is_asleep_.store(true);
-  if (num_runners_.load() == 0) arm_bell();
-  if (look_once_more()) {
-    is_asleep_.store(false);
-    return;
-  }
-  std::int64_t timeout = is_active() ? kActiveSleepNs : kIdleSleepNs;
-  {
-    std::lock_guard lock(mutex_);
-    const TimeNs now = real_clock().now_ns();
-    for (Member& member : members_) {
-      if (member.group->num_queued() == 0 || !member.group->try_own()) continue;
-      timeout = std::min(timeout, std::max<std::int64_t>(member.group->next_deadline() - now, 0));
-      member.group->release();
-    }
-  }
-  std::vector<platform::Poller::Event> events;
-  poller_.wait(timeout, &events);
-  is_asleep_.store(false);
-  if (host_) host_->header().bell_armed.store(transport::shm::kBellOff);
-  std::lock_guard lock(mutex_);
-  for (const platform::Poller::Event& event : events) {
-    if (event.token == kKickToken) kick_bell_.clear();
-    if (event.token == kDoorbellToken) host_->doorbell().clear();
-    for (auto& [id, peer] : links_) {
-      if (peer.token == event.token) peer.link->on_ready();
-    }
-  }
-}
-
-// ---------------------------------------------------------------- completions
-
-void Engine::run_later(std::function<void()> callback) {
-  std::lock_guard lock(completion_mutex_);
-  completions_.push_back(std::move(callback));
-  if (!completion_thread_.joinable() && !is_stopping_.load()) {
-    completion_thread_ = std::thread([self = shared_from_this()] { self->completion_loop(); });
-  }
-  completion_changed_.notify_one();
-}
-
-void Engine::completion_loop() {
-  platform::block_signals_in_this_thread();
-  std::unique_lock lock(completion_mutex_);
-  for (;;) {
-    completion_changed_.wait(lock, [this] { return !completions_.empty() || is_stopping_.load(); });
-    if (completions_.empty()) return;
-    std::function<void()> callback = std::move(completions_.front());
-    completions_.pop_front();
-    lock.unlock();
-    callback();
-    callback = nullptr;
-    lock.lock();
-  }
 }
 
 }  // namespace pycomm::communicator

@@ -3,7 +3,8 @@
 //
 // Locks, in this order: a group's ownership flag, then mutex_ (links, groups, poller). Whoever
 // holds mutex_ only tries for ownership, since a caller may keep it for as long as a peer is slow.
-// The progress thread runs when nobody waits inside wait(); a waiting caller runs the engine itself.
+// The progress thread runs when nobody waits inside wait(); a waiting caller runs the engine
+// itself.
 #pragma once
 
 #include <condition_variable>
@@ -23,6 +24,11 @@ namespace pycomm::communicator {
 // Region numbers on shared-memory links. A group's flat area is its group id, which has bit 63
 // clear.
 inline constexpr std::uint64_t kArenaRegion = (std::uint64_t{1} << 63) + 1;
+
+// What the poller's tokens below kFirstLinkToken mean.
+inline constexpr std::uint64_t kDoorbellToken = 1;
+inline constexpr std::uint64_t kKickToken = 2;
+inline constexpr std::uint64_t kFirstLinkToken = 16;
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -61,7 +67,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void abort_group(Group& group, const Status& status, Group::Tell tell = Group::Tell::kPeers);
   // Something outside the engine's sight changed: look now.
   void kick();
-  // Runs on the completion thread.
+  // Runs on a completion thread. A callback may wait for another operation's callback: whoever
+  // waits inside one holds up no other.
   void run_later(std::function<void()> callback);
 
   std::vector<PeerStats> peer_stats(const Group& group);
@@ -119,11 +126,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::map<std::string, PeerLink> links_;
   std::vector<Member> members_;
   std::vector<Grave> graves_;
-  std::uint64_t next_token_ = 16;  // below: the engine's own descriptors
+  std::uint64_t next_token_ = kFirstLinkToken;
   std::vector<platform::Poller::Event> events_;
 
-  std::atomic<int> num_active_{0};    // queued operations of all groups
-  std::atomic<int> num_runners_{0};   // callers inside wait()
+  std::atomic<int> num_active_{0};      // queued operations of all groups
+  std::atomic<int> num_runners_{0};     // callers inside wait()
   std::atomic<bool> is_asleep_{false};  // the progress thread is in, or about to enter, epoll
   std::atomic<bool> is_stopping_{false};
   bool is_stopped_ = false;
@@ -132,8 +139,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex completion_mutex_;
   std::condition_variable completion_changed_;
   std::deque<std::function<void()>> completions_;
-  std::thread completion_thread_;
+  std::vector<std::thread> completion_threads_;
+  std::size_t num_idle_completers_ = 0;
 };
-
 
 }  // namespace pycomm::communicator

@@ -1,10 +1,9 @@
 #include "communicator/fork_guard.h"
 
-#include <unistd.h>
-
 #include <array>
 #include <atomic>
 
+#include "platform/fd.h"
 #include "platform/system.h"
 
 namespace pycomm::communicator {
@@ -13,13 +12,13 @@ namespace {
 // Lock-free: the handler runs in a child whose other threads are gone, whatever they held.
 constexpr int kFdsMax = 4096;
 std::array<std::atomic<int>, kFdsMax> g_fds_plus_one{};
-std::atomic<bool> g_is_forked{false};
+std::atomic<std::uint64_t> g_generation{0};
 
 void on_fork() {
-  g_is_forked.store(true);
+  g_generation.fetch_add(1);
   for (auto& slot : g_fds_plus_one) {
     const int fd = slot.exchange(0) - 1;
-    if (fd >= 0) ::close(fd);
+    if (fd >= 0) platform::close_raw_fd(fd);
   }
 }
 
@@ -33,7 +32,7 @@ void watch_forks() {
   static_cast<void>(installed);
 }
 
-bool is_forked_child() { return g_is_forked.load(std::memory_order_relaxed); }
+std::uint64_t fork_generation() { return g_generation.load(std::memory_order_relaxed); }
 
 void forget_after_fork(int fd) {
   for (auto& slot : g_fds_plus_one) {

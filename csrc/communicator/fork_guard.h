@@ -1,12 +1,15 @@
 // What a forked child inherits: dead handles. Its copies of the sockets are closed at once, so
-// that peers notice the parent's death even while a child lives on.
+// that peers notice the parent's death even while a child lives on. The child may start anew.
 #pragma once
+
+#include <cstdint>
 
 namespace pycomm::communicator {
 
 // Installs the handler, once.
 void watch_forks();
-bool is_forked_child();
+// Changes in every forked child: what was made under another generation is the parent's.
+std::uint64_t fork_generation();
 // Close `fd` in every child forked from now on; no more.
 void forget_after_fork(int fd);
 void forget_no_more(int fd);

@@ -95,8 +95,8 @@ bool Group::advance(base::TimeNs now) {
   }
   // Only a difference of signatures leaves all ranks in step; after any other failure nobody knows
   // what the others hold.
-  const bool goes_on = status.is_ok() || (status.code() == StatusCode::kInvalidUsage &&
-                                          context.flat != nullptr);
+  const bool goes_on =
+      status.is_ok() || (status.code() == StatusCode::kInvalidUsage && context.flat != nullptr);
   const Status told = explain(status, operation.request(), operation.op_number());
   recorder.end(operation.op_number(), status.code());
   current_.reset();
@@ -180,9 +180,9 @@ void Group::wake_peers() {
 Status Group::explain(const Status& status, const OpRequest& request,
                       std::uint64_t op_number) const {
   if (status.is_ok()) return status;
-  std::string text = std::string(to_string(request.kind)) + " #" +
-                     std::to_string(op_number) + " of group '" + context.name +
-                     "' on rank " + std::to_string(context.rank) + ": ";
+  std::string text = std::string(to_string(request.kind)) + " #" + std::to_string(op_number) +
+                     " of group '" + context.name + "' on rank " + std::to_string(context.rank) +
+                     ": ";
   // A text that was explained for an earlier operation is quoted whole.
   return Status::error(status.code(), text + status.message(), status.rank());
 }

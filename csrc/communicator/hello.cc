@@ -76,10 +76,9 @@ Result<Hello> decode(const std::string& text) {
   h.local_name = fields["local_name"];
   h.tcp_address = fields["tcp_address"];
   h.has_secret = fields["has_secret"] == "1";
-  const bool is_valid = parse(fields["world_size"], &h.world_size) &&
-                        parse(fields["tcp_port"], &h.tcp_port) &&
-                        parse(fields["nonce"], &h.nonce) && is_process_id(h.process_id) &&
-                        h.local_name.size() <= 100;
+  const bool is_valid =
+      parse(fields["world_size"], &h.world_size) && parse(fields["tcp_port"], &h.tcp_port) &&
+      parse(fields["nonce"], &h.nonce) && is_process_id(h.process_id) && h.local_name.size() <= 100;
   if (!is_valid) return malformed;
   return h;
 }
@@ -96,7 +95,8 @@ Status compare(const std::vector<Hello>& hellos) {
                            static_cast<Rank>(r));
     };
     if (h.protocol != first.protocol) {
-      return differ("the protocol version", std::to_string(first.protocol) + " (pycomm " + first.build + ")",
+      return differ("the protocol version",
+                    std::to_string(first.protocol) + " (pycomm " + first.build + ")",
                     std::to_string(h.protocol) + " (pycomm " + h.build + ")");
     }
     if (h.build != first.build) return differ("pycomm's build", first.build, h.build);

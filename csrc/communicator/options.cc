@@ -1,11 +1,9 @@
 // Options from the environment, and the part of them that ranks must agree on.
 #include "pycomm/options.h"
 
-#include <sys/stat.h>
-
+#include <algorithm>
 #include <charconv>
-#include <fstream>
-#include <sstream>
+#include <string_view>
 
 #include "base/log.h"
 #include "platform/system.h"
@@ -13,35 +11,28 @@
 namespace pycomm {
 namespace {
 
-std::string trimmed(std::string text) {
-  while (!text.empty() && (text.back() == '\n' || text.back() == '\r' || text.back() == ' ')) {
-    text.pop_back();
-  }
-  return text;
-}
-
 bool parse_u64(const std::string& text, std::uint64_t* out) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *out);
   return error == std::errc() && end == text.data() + text.size();
 }
 
+constexpr std::string_view kTransportNames[] = {"auto", "shm", "tcp"};  // by TransportChoice
+constexpr std::size_t kSecretBytesMin = 16;
+
 void read_secret(Options& options, std::string* complaint) {
   if (const auto path = platform::environment("PYCOMM_SECRET_FILE")) {
-    struct stat info;
-    if (stat(path->c_str(), &info) == 0 && (info.st_mode & 077) != 0) {
-      *complaint += "PYCOMM_SECRET_FILE '" + *path + "' can be read by other users; chmod 600 it. ";
+    auto secret = platform::read_private_file(*path);
+    if (!secret.is_ok()) {
+      *complaint += "PYCOMM_SECRET_FILE: " + secret.status().message() + ". ";
       return;
     }
-    std::ifstream file(*path);
-    std::stringstream contents;
-    contents << file.rdbuf();
-    options.secret = trimmed(contents.str());
-    if (options.secret.size() < 16) {
+    options.secret = std::move(secret).value();
+    if (options.secret.size() < kSecretBytesMin) {
       *complaint += "PYCOMM_SECRET_FILE '" + *path + "' holds fewer than 16 bytes. ";
     }
   } else if (const auto secret = platform::environment("PYCOMM_SECRET")) {
     options.secret = *secret;
-    if (secret->size() < 16) *complaint += "PYCOMM_SECRET is shorter than 16 bytes. ";
+    if (secret->size() < kSecretBytesMin) *complaint += "PYCOMM_SECRET is shorter than 16 bytes. ";
   }
 }
 
@@ -58,10 +49,13 @@ Options Options::from_environment(std::string* complaint) {
   Options options;
   read_log_level();
   if (const auto choice = platform::environment("PYCOMM_TRANSPORT")) {
-    if (*choice == "auto") options.transport = TransportChoice::kAuto;
-    else if (*choice == "shm") options.transport = TransportChoice::kShm;
-    else if (*choice == "tcp") options.transport = TransportChoice::kTcp;
-    else *complaint += "PYCOMM_TRANSPORT '" + *choice + "' is none of auto, shm, tcp. ";
+    const auto* const found =
+        std::find(std::begin(kTransportNames), std::end(kTransportNames), *choice);
+    if (found == std::end(kTransportNames)) {
+      *complaint += "PYCOMM_TRANSPORT '" + *choice + "' is none of auto, shm, tcp. ";
+    } else {
+      options.transport = static_cast<TransportChoice>(found - std::begin(kTransportNames));
+    }
   }
   const auto number = [&](const char* name, std::uint64_t min, std::uint64_t max,
                           std::uint64_t* out) {
@@ -91,8 +85,7 @@ Options Options::from_environment(std::string* complaint) {
 }
 
 std::string Options::plan_fingerprint() const {
-  static const char* const names[] = {"auto", "shm", "tcp"};
-  return std::string("transport=") + names[static_cast<int>(transport)] +
+  return "transport=" + std::string(kTransportNames[static_cast<int>(transport)]) +
          " chunk_bytes=" + std::to_string(chunk_bytes) +
          " eager_bytes_max=" + std::to_string(eager_bytes_max);
 }

@@ -132,7 +132,9 @@ PYCOMM_HOST_DEVICE T wrap_multiply(T a, T b) {
 
 struct SumOp {
   template <class T>
-  PYCOMM_HOST_DEVICE T operator()(T a, T b) const { return wrap_add(a, b); }
+  PYCOMM_HOST_DEVICE T operator()(T a, T b) const {
+    return wrap_add(a, b);
+  }
   PYCOMM_HOST_DEVICE Bool operator()(Bool a, Bool b) const {
     return Bool{static_cast<std::uint8_t>((a.bits | b.bits) != 0)};
   }
@@ -144,7 +146,9 @@ struct SumOp {
 
 struct ProductOp {
   template <class T>
-  PYCOMM_HOST_DEVICE T operator()(T a, T b) const { return wrap_multiply(a, b); }
+  PYCOMM_HOST_DEVICE T operator()(T a, T b) const {
+    return wrap_multiply(a, b);
+  }
   PYCOMM_HOST_DEVICE Bool operator()(Bool a, Bool b) const {
     return Bool{static_cast<std::uint8_t>(a.bits != 0 && b.bits != 0)};
   }
@@ -157,8 +161,10 @@ struct ProductOp {
 struct MinOp {
   template <class T>
   PYCOMM_HOST_DEVICE T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>) return a != a ? a : (b < a || b != b ? b : a);
-    else return b < a ? b : a;
+    if constexpr (std::is_floating_point_v<T>)
+      return a != a ? a : (b < a || b != b ? b : a);
+    else
+      return b < a ? b : a;
   }
   PYCOMM_HOST_DEVICE Bool operator()(Bool a, Bool b) const { return ProductOp()(a, b); }
 };
@@ -166,27 +172,35 @@ struct MinOp {
 struct MaxOp {
   template <class T>
   PYCOMM_HOST_DEVICE T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>) return a != a ? a : (b > a || b != b ? b : a);
-    else return b > a ? b : a;
+    if constexpr (std::is_floating_point_v<T>)
+      return a != a ? a : (b > a || b != b ? b : a);
+    else
+      return b > a ? b : a;
   }
   PYCOMM_HOST_DEVICE Bool operator()(Bool a, Bool b) const { return SumOp()(a, b); }
 };
 
 struct BitAndOp {
   template <class T>
-  PYCOMM_HOST_DEVICE T operator()(T a, T b) const { return static_cast<T>(a & b); }
+  PYCOMM_HOST_DEVICE T operator()(T a, T b) const {
+    return static_cast<T>(a & b);
+  }
   PYCOMM_HOST_DEVICE Bool operator()(Bool a, Bool b) const { return ProductOp()(a, b); }
 };
 
 struct BitOrOp {
   template <class T>
-  PYCOMM_HOST_DEVICE T operator()(T a, T b) const { return static_cast<T>(a | b); }
+  PYCOMM_HOST_DEVICE T operator()(T a, T b) const {
+    return static_cast<T>(a | b);
+  }
   PYCOMM_HOST_DEVICE Bool operator()(Bool a, Bool b) const { return SumOp()(a, b); }
 };
 
 struct BitXorOp {
   template <class T>
-  PYCOMM_HOST_DEVICE T operator()(T a, T b) const { return static_cast<T>(a ^ b); }
+  PYCOMM_HOST_DEVICE T operator()(T a, T b) const {
+    return static_cast<T>(a ^ b);
+  }
   PYCOMM_HOST_DEVICE Bool operator()(Bool a, Bool b) const {
     return Bool{static_cast<std::uint8_t>((a.bits != 0) != (b.bits != 0))};
   }
@@ -203,7 +217,8 @@ PYCOMM_HOST_DEVICE T combine(T a, T b, Op op) {
 template <class T>
 PYCOMM_HOST_DEVICE T scale_element(T x, double factor) {
   using A = Accumulator<T>;
-  return A::store(static_cast<typename A::type>(A::load(x) * static_cast<typename A::type>(factor)));
+  return A::store(
+      static_cast<typename A::type>(A::load(x) * static_cast<typename A::type>(factor)));
 }
 template <class T>
 PYCOMM_HOST_DEVICE Complex<T> scale_element(Complex<T> x, double factor) {

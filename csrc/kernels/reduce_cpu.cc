@@ -5,10 +5,16 @@
 
 namespace pycomm::kernels {
 
-namespace set_portable { extern const ReduceKernels kKernels; }
+namespace set_portable {
+extern const ReduceKernels kKernels;
+}
 #if defined(PYCOMM_HAVE_X86_KERNELS)
-namespace set_avx2 { extern const ReduceKernels kKernels; }
-namespace set_avx512 { extern const ReduceKernels kKernels; }
+namespace set_avx2 {
+extern const ReduceKernels kKernels;
+}
+namespace set_avx512 {
+extern const ReduceKernels kKernels;
+}
 #endif
 
 const ReduceKernels* reduce_kernels_named(const char* name) {

@@ -38,16 +38,16 @@ Status launch_status() {
 Status combine_cuda(std::byte* out, const std::byte* a, const std::byte* b, std::uint64_t count,
                     DType dtype, ReduceOp op, cudaStream_t stream) {
   if (!is_reducible(dtype, op)) {
-    return Status::error(StatusCode::kInvalidUsage, std::string(to_string(op)) +
-                                                        " is not defined on " + to_string(dtype));
+    return Status::error(StatusCode::kInvalidUsage,
+                         std::string(to_string(op)) + " is not defined on " + to_string(dtype));
   }
   if (count == 0) return Status();
   with_element_type(dtype, [&](auto element) {
     using T = decltype(element);
     with_reduce_op<T>(op, [&](auto functor) {
       combine_kernel<T><<<num_blocks(count), kThreadsPerBlock, 0, stream>>>(
-          reinterpret_cast<T*>(out), reinterpret_cast<const T*>(a),
-          reinterpret_cast<const T*>(b), count, functor);
+          reinterpret_cast<T*>(out), reinterpret_cast<const T*>(a), reinterpret_cast<const T*>(b),
+          count, functor);
     });
   });
   return launch_status();

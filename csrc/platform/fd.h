@@ -7,6 +7,9 @@
 
 namespace pycomm::platform {
 
+// For handlers that run where nothing but a system call is safe.
+inline void close_raw_fd(int fd) { ::close(fd); }
+
 class UniqueFd {
  public:
   UniqueFd() = default;

@@ -43,8 +43,8 @@ Result<SealedMemory> SealedMemory::create(const char* label, std::uint64_t bytes
   if (fcntl(memory.fd(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
     return system_error("sealing a memfd");
   }
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                    memory.fd(), 0);
+  void* data =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memory.fd(), 0);
   if (data == MAP_FAILED) return system_error("mmap of shared memory");
   madvise(data, bytes, MADV_DONTFORK);  // a forked child must not hold or write it
   memory.mapping_ = Mapping(static_cast<std::byte*>(data), bytes);

@@ -39,8 +39,7 @@ struct TcpListener {
 };
 // Listens on `address` ("" = any, v4) and a free port.
 Result<TcpListener> listen_tcp(const std::string& address);
-Result<UniqueFd> connect_tcp(const std::string& address, std::uint16_t port,
-                             base::TimeNs deadline);
+Result<UniqueFd> connect_tcp(const std::string& address, std::uint16_t port, base::TimeNs deadline);
 // No delay, non-blocking.
 Status configure_stream(int fd);
 void set_nonblocking(int fd, bool nonblocking);

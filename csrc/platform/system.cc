@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <sstream>
 
 #include "base/check.h"
 
@@ -39,6 +40,22 @@ std::optional<std::string> environment(const char* name) {
   const char* value = std::getenv(name);
   if (value == nullptr) return std::nullopt;
   return std::string(value);
+}
+
+Result<std::string> read_private_file(const std::string& path) {
+  struct stat info;
+  if (stat(path.c_str(), &info) != 0) return system_error("'" + path + "'");
+  if ((info.st_mode & 077) != 0) {
+    return Status::error(StatusCode::kInvalidUsage,
+                         "'" + path + "' can be read by other users; chmod 600 it");
+  }
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream contents;
+  contents << file.rdbuf();
+  if (!file) return Status::error(StatusCode::kSystem, "'" + path + "' cannot be read");
+  std::string text = contents.str();
+  while (!text.empty() && std::strchr(" \r\n\t", text.back()) != nullptr) text.pop_back();
+  return text;
 }
 
 Status system_error(const std::string& text) {

@@ -22,6 +22,10 @@ void yield_thread();
 
 std::optional<std::string> environment(const char* name);
 
+// The contents of a file that only its owner may read, without trailing white space.
+// Errors: kSystem (not readable), kInvalidUsage (others may read it).
+Result<std::string> read_private_file(const std::string& path);
+
 // "text: strerror(errno)" as a kSystem status.
 Status system_error(const std::string& text);
 

@@ -11,17 +11,17 @@ namespace pycomm::transport {
 inline constexpr std::uint32_t kProtocolVersion = 1;
 
 enum class FrameKind : std::uint8_t {
-  kEager = 1,   // a whole small message
-  kRequest,     // "a message waits here": argument = its address if the receiver may pull, else 0
-  kClear,       // the receiver has posted: send
-  kData,        // a part of a cleared message; argument = offset
-  kPulled,      // the receiver has read the message; key = the sender's announcement slot
-  kCredit,      // argument = bytes of eager window given back
-  kGoodbye,     // nothing follows
-  kWrite,       // payload into a region; signature = region, argument = offset
-  kFetchAdd,    // signature = region, argument = offset, message_bytes = delta
-  kFetchReply,  // argument = the old value, key = 1 if the region refused it
-  kGroupFailed, // the sender's group failed: argument = StatusCode, key = rank at fault + 1
+  kEager = 1,    // a whole small message
+  kRequest,      // "a message waits here": argument = its address if the receiver may pull, else 0
+  kClear,        // the receiver has posted: send
+  kData,         // a part of a cleared message; argument = offset
+  kPulled,       // the receiver has read the message; key = the sender's announcement slot
+  kCredit,       // argument = bytes of eager window given back
+  kGoodbye,      // nothing follows
+  kWrite,        // payload into a region; signature = region, argument = offset
+  kFetchAdd,     // signature = region, argument = offset, message_bytes = delta
+  kFetchReply,   // argument = the old value, key = 1 if the region refused it
+  kGroupFailed,  // the sender's group failed: argument = StatusCode, key = rank at fault + 1
 };
 inline constexpr int kFrameKindMax = static_cast<int>(FrameKind::kGroupFailed);
 

@@ -54,6 +54,13 @@ struct GroupNotice {
 
 class MessageCore final : public RemoteMemory {
  public:
+  // What one unexpected message costs beside its bytes, so that empty ones are bounded too.
+  static constexpr std::uint64_t kOverheadBytes = 128;
+  // Announcements and clearances that may wait for their other half: far above any schedule's need.
+  static constexpr std::size_t kPendingMax = 1 << 17;
+  // Groups that ended, remembered so that their late frames are dropped.
+  static constexpr std::size_t kDeadGroupsMax = 1024;
+
   MessageCore(const CoreOptions& options, PullPort* pull_port);
 
   void post(Transfer& transfer);
@@ -65,9 +72,9 @@ class MessageCore final : public RemoteMemory {
   struct OutFrame {
     FrameHeader header;
     const std::byte* payload = nullptr;
-    Transfer* transfer = nullptr;     // advanced by pop()
-    std::vector<std::byte> owned;     // payload's home if the transfer was cancelled meanwhile
-    bool started = false;             // set by the driver once a byte of it has left
+    Transfer* transfer = nullptr;  // advanced by pop()
+    std::vector<std::byte> owned;  // payload's home if the transfer was cancelled meanwhile
+    bool started = false;          // set by the driver once a byte of it has left
   };
   OutFrame* front() { return outgoing_.empty() ? nullptr : &outgoing_.front(); }
   OutFrame* at(std::size_t i) { return i < outgoing_.size() ? &outgoing_[i] : nullptr; }

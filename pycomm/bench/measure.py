@@ -75,7 +75,7 @@ def elements_for(settings: Settings, size_bytes: int, world_size: int) -> int:
 def make_call(
     settings: Settings, count: int, group: dist.ProcessGroup, place: Place
 ) -> tuple[Callable[[], None], Callable[[], int]]:
-    """The operation on fresh tensors, and a check of one run of it: the number of wrong elements."""
+    """The operation on fresh tensors, and a check of one run: the number of wrong elements."""
     dtype = DTYPES[settings.dtype]
     mine = torch.full((count,), place.rank + 1, dtype=dtype)
     n = place.world_size

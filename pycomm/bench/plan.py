@@ -42,7 +42,7 @@ def parse_bytes(text: str) -> int:
 
 def sizes_between(first: int, last: int, factor: int, step: int) -> list[int]:
     """Sizes in bytes from `first` to `last`, times `factor`, or plus `step` if step > 0."""
-    if first < 0 or last < first or factor < 2 and step <= 0:
+    if first < 0 or last < first or (factor < 2 and step <= 0):
         raise ValueError("sizes need first <= last and a factor of at least 2 or a step")
     sizes = []
     size = first

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+_Future = torch.futures.Future[torch.Tensor]
+
 
 class ExposedTimer:
     """Measures exposed communication of a DDP model by a hook that averages as DDP itself does."""
@@ -22,7 +24,7 @@ class ExposedTimer:
         self._world_size = dist.get_world_size()
         model.register_comm_hook(None, self._hook)
 
-    def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _hook(self, _: object, bucket: dist.GradBucket) -> _Future:  # type: ignore[name-defined]
         self._last_launch = time.perf_counter()
         tensor = bucket.buffer().div_(self._world_size)
         work: Any = dist.all_reduce(tensor, async_op=True)

@@ -79,8 +79,10 @@ def train_rank(config: DemoConfig, data: torch.Tensor, place: Place) -> None:
         losses = [record.loss for record in records]
         title = f"{place.world_size} ranks over {config.backend}"
         draw_curve(config.out / "curve.png", losses, baseline, title)
-        print(f"loss {losses[0]:.2f} -> {sum(losses[-10:]) / len(losses[-10:]):.2f} nats per byte "
-              f"(a bigram model: {baseline:.2f}); curve in {config.out / 'curve.png'}")
+        print(
+            f"loss {losses[0]:.2f} -> {sum(losses[-10:]) / len(losses[-10:]):.2f} nats per byte "
+            f"(a bigram model: {baseline:.2f}); curve in {config.out / 'curve.png'}"
+        )
     dist.barrier()
     dist.destroy_process_group()
 

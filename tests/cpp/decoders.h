@@ -77,7 +77,8 @@ inline void feed_hello(const std::uint8_t* data, std::size_t size) {
   // What was accepted must survive a round trip.
   if (hello.value().protocol != transport::kProtocolVersion) return;
   auto again = communicator::decode(communicator::encode(hello.value()));
-  if (!again.is_ok() || communicator::encode(again.value()) != communicator::encode(hello.value())) {
+  if (!again.is_ok() ||
+      communicator::encode(again.value()) != communicator::encode(hello.value())) {
     std::abort();
   }
 }

@@ -23,14 +23,17 @@ std::vector<std::uint8_t> plausible_frames(base::Rng& rng) {
     header.op = 1 + rng.below(4);
     header.chunk = static_cast<std::uint32_t>(rng.below(5));
     header.signature = rng.below(3) == 0 ? 4 : 9;
-    static constexpr std::uint64_t kSizes[] = {0, 1, 8, 99, 100, 101, 256, 257, 512, 999, 1000, 1001, 4096};
+    static constexpr std::uint64_t kSizes[] = {0,   1,   8,   99,   100,  101, 256,
+                                               257, 512, 999, 1000, 1001, 4096};
     const auto size = [&] { return rng.below(12) == 0 ? rng.next() : kSizes[rng.below(13)]; };
     header.message_bytes = size();
     header.argument = size();
     header.key = static_cast<std::uint32_t>(rng.below(4));
     const auto kind = static_cast<FrameKind>(header.kind);
-    if (kind == FrameKind::kEager || kind == FrameKind::kData || kind == FrameKind::kWrite || rng.below(20) == 0) {
-      header.payload_bytes = static_cast<std::uint32_t>(rng.below(2) == 0 ? header.message_bytes : size());
+    if (kind == FrameKind::kEager || kind == FrameKind::kData || kind == FrameKind::kWrite ||
+        rng.below(20) == 0) {
+      header.payload_bytes =
+          static_cast<std::uint32_t>(rng.below(2) == 0 ? header.message_bytes : size());
     }
     const auto* raw = reinterpret_cast<const std::uint8_t*>(&header);
     bytes.insert(bytes.end(), raw, raw + sizeof header);
@@ -65,7 +68,9 @@ TEST(Decoders, HelloSurvivesDamage) {
       switch (rng.below(3)) {
         case 0: text[at] = static_cast<char>(rng.next()); break;
         case 1: text.erase(at, 1 + rng.below(9)); break;
-        default: text.insert(at, std::string(1 + rng.below(3), static_cast<char>(rng.next()))); break;
+        default:
+          text.insert(at, std::string(1 + rng.below(3), static_cast<char>(rng.next())));
+          break;
       }
     }
     test::feed_hello(reinterpret_cast<const std::uint8_t*>(text.data()), text.size());
@@ -112,9 +117,11 @@ TEST(Membership, NoticesEveryChangedByte) {
   static constexpr std::size_t kBytes[] = {104, 64, 32, 1};
   for (int message = 0; message < 4; ++message) {
     for (std::size_t at = 0; at < kBytes[message]; ++at) {
-      EXPECT_FALSE(handshake("s", "s", [&](int m, std::string* text) {
-        if (m == message) (*text)[at] = static_cast<char>((*text)[at] ^ 1);
-      })) << "message " << message << " byte " << at;
+      EXPECT_FALSE(handshake("s", "s",
+                             [&](int m, std::string* text) {
+                               if (m == message) (*text)[at] = static_cast<char>((*text)[at] ^ 1);
+                             }))
+          << "message " << message << " byte " << at;
     }
   }
 }
@@ -123,7 +130,8 @@ TEST(Membership, AnAnswerCannotBeReplayedToItsSender) {
   const std::string a(32, 'a'), b(32, 'b'), nonce(32, '1');
   Membership acceptor = Membership::acceptor("s", a, nonce);
   std::string answer;
-  ASSERT_TRUE(acceptor.feed(Membership::connector("s", b, a, std::string(32, '2')).start(), &answer).is_ok());
+  ASSERT_TRUE(acceptor.feed(Membership::connector("s", b, a, std::string(32, '2')).start(), &answer)
+                  .is_ok());
   // The acceptor's own MAC, sent back to it as the connector's.
   std::string out;
   EXPECT_FALSE(acceptor.feed(answer.substr(32), &out).is_ok());

@@ -18,13 +18,15 @@
 namespace pycomm::test {
 
 inline std::string make_folder() {
-  std::string pattern = std::filesystem::temp_directory_path().string() + "/pycomm-XXXXXX";
+  std::string pattern =
+      std::filesystem::temp_directory_path().string() + "/pycomm-" + std::string(6, 'X');
   return mkdtemp(pattern.data());
 }
 
 // Each child's exit status; negative: the signal that ended it. The parent must have no threads.
-inline std::vector<int> run_ranks(int world_size, const std::function<int(Rank)>& body,
-                                  const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
+inline std::vector<int> run_ranks(
+    int world_size, const std::function<int(Rank)>& body,
+    const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
   std::vector<pid_t> children;
   for (Rank r = 0; r < world_size; ++r) {
     const pid_t pid = fork();

@@ -16,8 +16,9 @@
 namespace pycomm::kernels {
 namespace {
 
-constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAvg,    ReduceOp::kProduct, ReduceOp::kMin,
-                             ReduceOp::kMax, ReduceOp::kBitAnd, ReduceOp::kBitOr,   ReduceOp::kBitXor};
+constexpr ReduceOp kOps[] = {ReduceOp::kSum,   ReduceOp::kAvg,   ReduceOp::kProduct,
+                             ReduceOp::kMin,   ReduceOp::kMax,   ReduceOp::kBitAnd,
+                             ReduceOp::kBitOr, ReduceOp::kBitXor};
 
 // Small whole numbers: exact in every type, so results must match to the last bit.
 template <class T>
@@ -99,7 +100,8 @@ TEST_P(Kernels, CombineEqualsTheReferenceForEveryTypeAndReduction) {
             }
             const std::byte guard{0x5a};
             out[shift + count * sizeof(T)] = guard;
-            kernels_->combine(out.data() + shift, a.data() + shift, b.data() + shift, count, dtype, op);
+            kernels_->combine(out.data() + shift, a.data() + shift, b.data() + shift, count, dtype,
+                              op);
             ASSERT_EQ(out[shift + count * sizeof(T)], guard);
             for (std::uint64_t i = 0; i < count; ++i) {
               T x, y, z;
@@ -128,7 +130,8 @@ TEST_P(Kernels, FoldOfManyInputsEqualsTheReference) {
         std::vector<const std::byte*> inputs;
         std::vector<std::byte*> outputs;
         for (auto& v : in) {
-          for (std::uint64_t i = 0; i < kCount; ++i) v.push_back(static_cast<float>(rng.below(100)));
+          for (std::uint64_t i = 0; i < kCount; ++i)
+            v.push_back(static_cast<float>(rng.below(100)));
           inputs.push_back(reinterpret_cast<std::byte*>(v.data()));
         }
         for (auto& v : out) outputs.push_back(reinterpret_cast<std::byte*>(v.data()));
@@ -151,7 +154,8 @@ TEST_P(Kernels, SixteenBitFloatsRoundOnce) {
   values[0] = BFloat16::from_accumulator(1.0f);
   BFloat16 result{};
   const std::byte* inputs[kInputs];
-  for (int i = 0; i < kInputs; ++i) inputs[i] = reinterpret_cast<std::byte*>(&values[static_cast<std::size_t>(i)]);
+  for (int i = 0; i < kInputs; ++i)
+    inputs[i] = reinterpret_cast<std::byte*>(&values[static_cast<std::size_t>(i)]);
   auto* output = reinterpret_cast<std::byte*>(&result);
   kernels_->fold_block(&output, 1, inputs, kInputs, 1, DType::kBFloat16, ReduceOp::kSum, 1.0);
   EXPECT_EQ(result.to_accumulator(), 1.015625f);
@@ -182,7 +186,8 @@ TEST(Kernels, SetsAgreeToTheLastBitOnRandomFloats) {
     for (auto& byte : b) byte = static_cast<std::byte>(rng.next());
     for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kProduct}) {
       std::vector<std::byte> expected(bytes), got(bytes);
-      reduce_kernels_named("portable")->combine(expected.data(), a.data(), b.data(), kCount, dtype, op);
+      reduce_kernels_named("portable")
+          ->combine(expected.data(), a.data(), b.data(), kCount, dtype, op);
       for (const char* name : {"avx2", "avx512"}) {
         const ReduceKernels* kernels = reduce_kernels_named(name);
         if (kernels == nullptr) continue;
@@ -194,9 +199,12 @@ TEST(Kernels, SetsAgreeToTheLastBitOnRandomFloats) {
             std::memcpy(&x, expected.data() + i * sizeof(T), sizeof(T));
             std::memcpy(&y, got.data() + i * sizeof(T), sizeof(T));
             const auto p = number(x), q = number(y);
-            const auto same = [](double u, double v) { return (std::isnan(u) && std::isnan(v)) || u == v; };
+            const auto same = [](double u, double v) {
+              return (std::isnan(u) && std::isnan(v)) || u == v;
+            };
             ASSERT_TRUE(same(p.real(), q.real()) && same(p.imag(), q.imag()))
-                << name << " " << to_string(dtype) << " " << to_string(op) << " " << i << ": " << p << " " << q;
+                << name << " " << to_string(dtype) << " " << to_string(op) << " " << i << ": " << p
+                << " " << q;
           }
         });
       }
@@ -216,7 +224,8 @@ TEST(Half, ConvertsExhaustively) {
     }
     const int exponent = static_cast<int>(magnitude >> 10);
     const double fraction = static_cast<double>(magnitude & 0x3ff);
-    double expected = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+    double expected =
+        exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
     if (magnitude == 0x7c00) expected = std::numeric_limits<double>::infinity();
     ASSERT_EQ(static_cast<double>(std::fabs(value)), expected);
     ASSERT_EQ(std::signbit(value), (bits & 0x8000) != 0);
@@ -257,10 +266,9 @@ TEST(CudaTwin, StridedBodiesCoverEveryElementOnce) {
         combine_strided(out.data(), a.data(), b.data(), count, SumOp(), t, threads);
         scale_strided(scaled.data(), count, 0.5, t, threads);
       }
-      reduce_kernels().combine(reinterpret_cast<std::byte*>(expected.data()),
-                               reinterpret_cast<std::byte*>(a.data()),
-                               reinterpret_cast<std::byte*>(b.data()), count, DType::kFloat16,
-                               ReduceOp::kSum);
+      reduce_kernels().combine(
+          reinterpret_cast<std::byte*>(expected.data()), reinterpret_cast<std::byte*>(a.data()),
+          reinterpret_cast<std::byte*>(b.data()), count, DType::kFloat16, ReduceOp::kSum);
       for (std::uint64_t i = 0; i < count; ++i) {
         ASSERT_EQ(out[i].bits, expected[i].bits);
         ASSERT_EQ(scaled[i].to_accumulator(), a[i].to_accumulator() / 2);

@@ -18,7 +18,7 @@ namespace pycomm::test {
 struct LinkPair {
   std::shared_ptr<void> keepalive;  // what the links stand on; destroyed after them
   std::shared_ptr<transport::CoreLink> a, b;
-  std::function<void()> pump;                                 // moves what can move
+  std::function<void()> pump;                                       // moves what can move
   std::function<std::byte*(int side, std::uint64_t bytes)> memory;  // that `side` may expose
 };
 
@@ -38,7 +38,8 @@ inline LinkPair make_shm_pair(bool allow_pull) {
   const auto deadline = platform::real_clock().now_ns() + base::ms_to_ns(10'000);
   LinkPair pair;
   std::thread other([&] {
-    pair.b = transport::shm::establish(*keep->hosts[1], std::move(server), options, deadline).value();
+    pair.b =
+        transport::shm::establish(*keep->hosts[1], std::move(server), options, deadline).value();
   });
   pair.a = transport::shm::establish(*keep->hosts[0], std::move(client), options, deadline).value();
   other.join();

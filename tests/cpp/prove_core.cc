@@ -84,9 +84,10 @@ int prove_latency() {
   const double flag = quantile(flags, 0.5);
   const double p50 = quantile(p50s, 0.5);
   const bool holds = right && p50 <= 2.5 * flag;
-  std::printf("1 latency    %s  8 B all_reduce p50 %.0f ns (p99 of batches %.0f) = %.2fx the flag "
-              "exchange of %.0f ns; claim <= 2.5x\n",
-              holds ? "holds" : "FAILS", p50, quantile(p99s, 0.5), p50 / flag, flag);
+  std::printf(
+      "1 latency    %s  8 B all_reduce p50 %.0f ns (p99 of batches %.0f) = %.2fx the flag "
+      "exchange of %.0f ns; claim <= 2.5x\n",
+      holds ? "holds" : "FAILS", p50, quantile(p99s, 0.5), p50 / flag, flag);
   return holds ? 0 : 1;
 }
 
@@ -136,11 +137,12 @@ int prove_shared() {
   const double formula = quantile(formulas, 0.5);
   const double time = quantile(times, 0.5);
   const bool holds = staged == 0 && time <= 1.5 * bound;
-  std::printf("2 shared     %s  16 MiB all_reduce of shared tensors %.0f us = %.2fx the bound of "
-              "reading both halves, %.0f us (bare loop %.0f us; 2f + S/2/Bx, which leaves out "
-              "reading one's own half, %.0f us); %llu bytes staged; claim <= 1.5x, 0\n",
-              holds ? "holds" : "FAILS", time * 1e6, time / bound, bound * 1e6,
-              quantile(bare, 0.5) * 1e6, formula * 1e6, static_cast<unsigned long long>(staged));
+  std::printf(
+      "2 shared     %s  16 MiB all_reduce of shared tensors %.0f us = %.2fx the bound of "
+      "reading both halves, %.0f us (bare loop %.0f us; 2f + S/2/Bx, which leaves out "
+      "reading one's own half, %.0f us); %llu bytes staged; claim <= 1.5x, 0\n",
+      holds ? "holds" : "FAILS", time * 1e6, time / bound, bound * 1e6, quantile(bare, 0.5) * 1e6,
+      formula * 1e6, static_cast<unsigned long long>(staged));
   return holds ? 0 : 1;
 }
 
@@ -193,8 +195,9 @@ double kill_round(base::Rng& rng) {
           async ? comm.value()->start(request)->wait() : comm.value()->run(request);
       if (status.is_ok()) continue;
       (*reacted)[static_cast<std::size_t>(rank)] = seconds_since(epoch);
-      const bool named = status.code() == StatusCode::kPeerLost && status.rank() == victim &&
-                         status.message().find("rank " + std::to_string(victim)) != std::string::npos;
+      const bool named =
+          status.code() == StatusCode::kPeerLost && status.rank() == victim &&
+          status.message().find("rank " + std::to_string(victim)) != std::string::npos;
       if (!named) std::fprintf(stderr, "rank %d: %s\n", rank, status.to_string().c_str());
       return named ? 0 : 11;
     }
@@ -234,14 +237,15 @@ int prove_kill(int num_rounds) {
     reactions.push_back(std::max(seconds, 0.0));
   }
   platform::sleep_ns(50'000'000);
-  const int left = count_entries("/proc/self/fd") - fds_before + count_entries("/dev/shm") - shm_before;
+  const int left =
+      count_entries("/proc/self/fd") - fds_before + count_entries("/dev/shm") - shm_before;
   const std::int64_t grown_kib = shared_memory_kib() - memory_before;
   const bool holds = failures == 0 && left == 0 && grown_kib < 1024;
-  std::printf("3 kill       %s  %d of %d rounds: both survivors name the killed rank, p50 %.1f ms, "
-              "slowest %.1f ms; left behind: %d descriptors or files, %lld KiB; claim <= 1 s, 0\n",
-              holds ? "holds" : "FAILS", num_rounds - failures, num_rounds,
-              quantile(reactions, 0.5) * 1e3, quantile(reactions, 1.0) * 1e3, left,
-              static_cast<long long>(grown_kib));
+  std::printf(
+      "3 kill       %s  %d of %d rounds: both survivors name the killed rank, p50 %.1f ms, "
+      "slowest %.1f ms; left behind: %d descriptors or files, %lld KiB; claim <= 1 s, 0\n",
+      holds ? "holds" : "FAILS", num_rounds - failures, num_rounds, quantile(reactions, 0.5) * 1e3,
+      quantile(reactions, 1.0) * 1e3, left, static_cast<long long>(grown_kib));
   return holds ? 0 : 1;
 }
 

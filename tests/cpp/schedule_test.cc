@@ -42,8 +42,8 @@ TEST_P(EveryPlanner, IsProvedForWorlds1To64) {
   const Subject subject = GetParam();
   for (int n = 1; n <= kCheckerWorldMax; ++n) {
     const auto world = static_cast<std::uint64_t>(n);
-    for (const std::uint64_t count : {std::uint64_t{0}, std::uint64_t{1}, world - 1, 5 * world + 3,
-                                      std::uint64_t{3000}}) {
+    for (const std::uint64_t count :
+         {std::uint64_t{0}, std::uint64_t{1}, world - 1, 5 * world + 3, std::uint64_t{3000}}) {
       if (count == 3000 && n > 9 && n != 64) continue;  // several chunks a shard
       PlanRequest request;
       request.kind = subject.kind;

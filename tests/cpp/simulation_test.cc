@@ -22,7 +22,7 @@ struct Scenario {
   std::uint64_t seed = 0;
   int world_size = 2;
   int num_operations = 1;
-  int victim = -1;               // killed at kill_at, if >= 0
+  int victim = -1;  // killed at kill_at, if >= 0
   base::TimeNs kill_at = 0;
   bool has_partition = false;
   NetworkOptions network;
@@ -61,7 +61,8 @@ struct SimRank {
 
 class SimulatedRun {
  public:
-  explicit SimulatedRun(const Scenario& scenario) : scenario_(scenario), network_(scenario.world_size, scenario.network) {
+  explicit SimulatedRun(const Scenario& scenario)
+      : scenario_(scenario), network_(scenario.world_size, scenario.network) {
     base::Rng rng(scenario.seed ^ 0xdada);
     for (int i = 0; i < scenario.num_operations; ++i) {
       static constexpr std::uint64_t kCounts[] = {0, 1, 5, 300, 4'000, 60'000};
@@ -94,7 +95,8 @@ class SimulatedRun {
         all_over &= ranks_[static_cast<std::size_t>(r)]->is_over(scenario_.num_operations);
       }
       if (all_over) return true;
-      if (scenario_.victim >= 0 && network_.now_ns() >= scenario_.kill_at) network_.kill(scenario_.victim);
+      if (scenario_.victim >= 0 && network_.now_ns() >= scenario_.kill_at)
+        network_.kill(scenario_.victim);
       if (!network_.step() && !moved) return false;
       if (network_.now_ns() > base::ms_to_ns(60'000)) return false;
     }
@@ -177,8 +179,10 @@ class SimulatedRun {
     request.op_number = i + 1;
     const auto n = static_cast<std::uint64_t>(scenario_.world_size);
     std::vector<float> data(request.kind == OpKind::kAllGather ? request.count * n : request.count);
-    const std::uint64_t base = request.kind == OpKind::kAllGather ? request.count * static_cast<std::uint64_t>(r) : 0;
-    for (std::uint64_t k = 0; k < request.count; ++k) data[base + k] = static_cast<float>((r + 1) * static_cast<int>(1 + k % 13));
+    const std::uint64_t base =
+        request.kind == OpKind::kAllGather ? request.count * static_cast<std::uint64_t>(r) : 0;
+    for (std::uint64_t k = 0; k < request.count; ++k)
+      data[base + k] = static_cast<float>((r + 1) * static_cast<int>(1 + k % 13));
     rank.outputs.push_back(std::move(data));
     auto* memory = reinterpret_cast<std::byte*>(rank.outputs.back().data());
     request.output = memory;
@@ -189,7 +193,8 @@ class SimulatedRun {
   float expected(std::size_t i, std::size_t k) const {
     const int n = scenario_.world_size;
     switch (kinds_[i]) {
-      case OpKind::kBroadcast: return static_cast<float>((static_cast<int>(i) % n + 1) * static_cast<int>(1 + k % 13));
+      case OpKind::kBroadcast:
+        return static_cast<float>((static_cast<int>(i) % n + 1) * static_cast<int>(1 + k % 13));
       case OpKind::kAllGather: {
         const auto r = static_cast<int>(k / counts_[i]);
         return static_cast<float>((r + 1) * static_cast<int>(1 + k % counts_[i] % 13));
@@ -206,13 +211,15 @@ class SimulatedRun {
 };
 
 void for_each_seed(std::uint64_t first, const std::function<void(std::uint64_t)>& body) {
-  if (const char* only = std::getenv("PYCOMM_SIM_SEED")) return body(std::strtoull(only, nullptr, 10));
+  if (const char* only = std::getenv("PYCOMM_SIM_SEED"))
+    return body(std::strtoull(only, nullptr, 10));
   const char* asked = std::getenv("PYCOMM_SIM_SCENARIOS");
   const std::uint64_t count = asked != nullptr ? std::strtoull(asked, nullptr, 10) : 400;
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     body(seed);
     if (testing::Test::HasFatalFailure() || testing::Test::HasNonfatalFailure()) {
-      std::printf("replay: PYCOMM_SIM_SEED=%llu simulation_test\n", static_cast<unsigned long long>(seed));
+      std::printf("replay: PYCOMM_SIM_SEED=%llu simulation_test\n",
+                  static_cast<unsigned long long>(seed));
       return;
     }
   }

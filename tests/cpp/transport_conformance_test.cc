@@ -26,7 +26,8 @@ const Subject kSubjects[] = {
     {"sim", [] { return test::make_sim_pair(1); }},
 };
 
-constexpr Signature kSignature = make_signature(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, 0, 7);
+constexpr Signature kSignature =
+    make_signature(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, 0, 7);
 
 Transfer make_transfer(std::uint64_t op, std::uint32_t chunk, std::vector<std::byte>& data) {
   Transfer t;
@@ -65,7 +66,8 @@ class Contract : public testing::TestWithParam<Subject> {
 
 TEST_P(Contract, MovesEverySizeWhicheverSideComesFirst) {
   std::uint64_t op = 0;
-  for (const std::uint64_t bytes : {0u, 1u, 8u, 100u, 8192u, 8193u, 65'536u, 100'003u, 3'000'001u}) {
+  for (const std::uint64_t bytes :
+       {0u, 1u, 8u, 100u, 8192u, 8193u, 65'536u, 100'003u, 3'000'001u}) {
     for (const bool post_first : {true, false}) {
       ++op;
       std::vector<std::byte> source = pattern(bytes, op), target(bytes);
@@ -103,14 +105,17 @@ TEST_P(Contract, ManyTransfersBothWaysInAnyOrder) {
     std::swap(send_order[i], send_order[rng.below(i + 1)]);
   }
   for (std::size_t i = 0; i < post_order.size(); ++i) {
-    const auto p = static_cast<std::size_t>(post_order[i]), s = static_cast<std::size_t>(send_order[i]);
+    const auto p = static_cast<std::size_t>(post_order[i]),
+               s = static_cast<std::size_t>(send_order[i]);
     (p % 2 == 0 ? pair_.b : pair_.a)->post(recvs[p]);
     (s % 2 == 0 ? pair_.a : pair_.b)->send(sends[s]);
     if (i % 7 == 0) pair_.pump();
   }
   ASSERT_TRUE(pump_until([&] {
-    return std::all_of(recvs.begin(), recvs.end(), [](const Transfer& t) { return t.is_finished(); }) &&
-           std::all_of(sends.begin(), sends.end(), [](const Transfer& t) { return t.is_finished(); });
+    return std::all_of(recvs.begin(), recvs.end(),
+                       [](const Transfer& t) { return t.is_finished(); }) &&
+           std::all_of(sends.begin(), sends.end(),
+                       [](const Transfer& t) { return t.is_finished(); });
   }));
   for (std::size_t i = 0; i < recvs.size(); ++i) {
     ASSERT_EQ(recvs[i].state, TransferState::kDone) << recvs[i].status.to_string();
@@ -128,7 +133,8 @@ TEST_P(Contract, ARunawayGroupIsBoundedAndStarvesNobody) {
     pair_.a->send(sends.back());
   }
   pump_a_while(6'000);
-  const auto done = std::count_if(sends.begin(), sends.end(), [](const Transfer& t) { return t.is_finished(); });
+  const auto done =
+      std::count_if(sends.begin(), sends.end(), [](const Transfer& t) { return t.is_finished(); });
   EXPECT_LT(done, kAhead);  // what nobody asked for is held back at the sender
   std::vector<std::byte> other = pattern(500, 2), target(500);
   Transfer urgent = make_transfer(0, 0, other), wanted = make_transfer(0, 0, target);
@@ -179,7 +185,8 @@ TEST_P(Contract, CancelledTransfersTouchNothingAfterwards) {
     pair_.a->send(send);
     pump_a_while();
     pair_.a->cancel(send);
-    EXPECT_TRUE(std::all_of(target.begin(), target.end(), [](std::byte b) { return b == std::byte{0x11}; }));
+    EXPECT_TRUE(std::all_of(target.begin(), target.end(),
+                            [](std::byte b) { return b == std::byte{0x11}; }));
     std::fill(source.begin(), source.end(), std::byte{0});
     pair_.b->retire(99, bytes + 1);
     pair_.a->retire(99, bytes + 1);
@@ -276,7 +283,8 @@ TEST_P(Contract, AFailedLinkFailsEverythingNowAndLater) {
 TEST_P(Contract, RemoteWritesAreSeenByALaterFetchAdd) {
   constexpr std::uint64_t kBytes = 100'000;
   std::vector<std::uint64_t> own(kBytes / 8);
-  std::byte* memory = pair_.memory ? pair_.memory(1, kBytes) : reinterpret_cast<std::byte*>(own.data());
+  std::byte* memory =
+      pair_.memory ? pair_.memory(1, kBytes) : reinterpret_cast<std::byte*>(own.data());
   RemoteMemory* here = pair_.a->remote_memory();
   RemoteMemory* there = pair_.b->remote_memory();
   ASSERT_TRUE(here->can_write() && here->can_fetch_add());

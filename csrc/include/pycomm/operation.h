@@ -22,7 +22,7 @@ struct OpRequest {
   std::uint64_t count = 0;       // elements of one rank's contribution
   std::int64_t timeout_ms = -1;  // -1: the group's
   std::shared_ptr<void> keepalive;
-  std::uint64_t op_number = 0;   // set by the group
+  std::uint64_t op_number = 0;  // set by the group
 
   std::uint64_t bytes() const { return count * dtype_bytes(dtype); }
   double scale(int world_size) const { return op == ReduceOp::kAvg ? 1.0 / world_size : 1.0; }
@@ -38,7 +38,8 @@ class Operation {
   virtual Status status() const = 0;
   // Blocks until done, or, with timeout_ms >= 0, at most that long (kTimeout; it goes on).
   virtual Status wait(std::int64_t timeout_ms = -1) = 0;
-  // Runs `callback` on the completion thread, once, after the operation is done.
+  // Runs `callback` on a completion thread, once, after the operation is done. It may wait for
+  // other operations, and for their callbacks.
   virtual void on_done(std::function<void()> callback) = 0;
   virtual std::uint64_t op_number() const = 0;
 };

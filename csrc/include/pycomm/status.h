@@ -64,10 +64,10 @@ class [[nodiscard]] Result {
   std::variant<T, Status> value_;
 };
 
-#define PYCOMM_RETURN_IF_ERROR(expression)                  \
-  do {                                                      \
-    ::pycomm::Status pycomm_status_ = (expression);         \
-    if (!pycomm_status_.is_ok()) return pycomm_status_;     \
+#define PYCOMM_RETURN_IF_ERROR(expression)              \
+  do {                                                  \
+    ::pycomm::Status pycomm_status_ = (expression);     \
+    if (!pycomm_status_.is_ok()) return pycomm_status_; \
   } while (false)
 
 }  // namespace pycomm

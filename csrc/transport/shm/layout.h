@@ -17,7 +17,7 @@ inline constexpr std::uint64_t kSegmentBytes = std::uint64_t{1} << 30;  // addre
 struct alignas(base::kCacheLineBytes) SegmentHeader {
   std::uint64_t magic;
   // One cache line that publishers look at after they wrote something for the owner.
-  alignas(base::kCacheLineBytes) std::atomic<std::uint32_t> bell_armed;     // BellArmed
+  alignas(base::kCacheLineBytes) std::atomic<std::uint32_t> bell_armed;  // BellArmed
   std::atomic<std::uint32_t> flat_sleepers;  // threads in a futex wait on a peer's flat slot
 };
 

@@ -258,14 +258,14 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
   // Where a one-sided transfer lands, or null after failing it.
   std::byte* reach(Transfer& transfer, std::uint64_t region, std::uint64_t offset, bool writes) {
     const Window window = window_of(region);
-    const bool fits = window.data != nullptr && offset <= window.bytes &&
-                      transfer.bytes <= window.bytes - offset;
+    const bool fits =
+        window.data != nullptr && offset <= window.bytes && transfer.bytes <= window.bytes - offset;
     if (failure().is_ok() && fits && (window.writable || !writes)) return window.data + offset;
     transfer.state = TransferState::kFailed;
-    transfer.status = !failure().is_ok()
-                          ? failure()
-                          : Status::error(StatusCode::kInvalidUsage,
-                                          "the peer exposes no such region or offset");
+    transfer.status =
+        !failure().is_ok()
+            ? failure()
+            : Status::error(StatusCode::kInvalidUsage, "the peer exposes no such region or offset");
     return nullptr;
   }
 
@@ -362,8 +362,8 @@ Result<std::unique_ptr<CoreLink>> establish(Host& host, platform::UniqueFd socke
   mine.nonce_address = reinterpret_cast<std::uint64_t>(nonce.get());
   mine.nonce = *nonce;
   PYCOMM_RETURN_IF_ERROR(platform::send_with_fds(
-      socket.get(), pack(mine),
-      {host.segment().fd(), host.arena().fd(), host.doorbell().fd()}, deadline));
+      socket.get(), pack(mine), {host.segment().fd(), host.arena().fd(), host.doorbell().fd()},
+      deadline));
 
   std::vector<platform::UniqueFd> fds;
   auto message = platform::receive_with_fds(socket.get(), 3, &fds, deadline);
@@ -409,7 +409,8 @@ Result<std::unique_ptr<CoreLink>> establish(Host& host, platform::UniqueFd socke
   }
 
   CoreOptions core;
-  core.eager_bytes_max = options.eager_bytes_max < kBlockBytes ? options.eager_bytes_max : kBlockBytes;
+  core.eager_bytes_max =
+      options.eager_bytes_max < kBlockBytes ? options.eager_bytes_max : kBlockBytes;
   core.fragment_bytes_max = kBlockBytes;
   core.pulls = pulls;
   core.peer_pulls = answer.value() == "pull";

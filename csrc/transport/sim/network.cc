@@ -33,8 +33,8 @@ class SimLink final : public CoreLink {
   int node() const { return node_; }
   int peer() const { return peer_; }
 
-  base::TimeNs wire_free_at = 0;     // when the direction's last byte has left
-  base::TimeNs last_arrival = 0;     // of any frame so far
+  base::TimeNs wire_free_at = 0;  // when the direction's last byte has left
+  base::TimeNs last_arrival = 0;  // of any frame so far
   base::TimeNs partitioned_until = 0;
 
  private:
@@ -73,10 +73,12 @@ void Network::depart(SimLink& from) {
     if (frame->header.payload_bytes > 0) {
       event.payload.assign(frame->payload, frame->payload + frame->header.payload_bytes);
     }
-    from.wire_free_at = std::max(from.wire_free_at, now_) +
-                        static_cast<base::TimeNs>(static_cast<double>(sizeof(FrameHeader) + event.payload.size()) /
-                                                  options_.bytes_per_ns);
-    const auto spread = static_cast<std::uint64_t>(options_.delay_max_ns - options_.delay_min_ns + 1);
+    from.wire_free_at =
+        std::max(from.wire_free_at, now_) +
+        static_cast<base::TimeNs>(static_cast<double>(sizeof(FrameHeader) + event.payload.size()) /
+                                  options_.bytes_per_ns);
+    const auto spread =
+        static_cast<std::uint64_t>(options_.delay_max_ns - options_.delay_min_ns + 1);
     event.at = std::max(from.wire_free_at, from.partitioned_until) + options_.delay_min_ns +
                static_cast<base::TimeNs>(rng_.below(spread));
     while (rng_.below(1'000'000) < options_.loss_per_million) event.at += options_.resend_ns;

@@ -16,11 +16,11 @@ namespace pycomm::transport::sim {
 struct NetworkOptions {
   std::uint64_t seed = 1;
   std::int64_t delay_min_ns = 1'000;
-  std::int64_t delay_max_ns = 50'000;          // drawn per frame: frames overtake each other
-  double bytes_per_ns = 1.0;                   // of each direction of each link
-  std::uint32_t loss_per_million = 0;          // each lost frame comes again after resend_ns
+  std::int64_t delay_max_ns = 50'000;  // drawn per frame: frames overtake each other
+  double bytes_per_ns = 1.0;           // of each direction of each link
+  std::uint32_t loss_per_million = 0;  // each lost frame comes again after resend_ns
   std::int64_t resend_ns = 200'000;
-  std::int64_t detection_ns = 1'000'000;       // from a death to its notice
+  std::int64_t detection_ns = 1'000'000;  // from a death to its notice
   std::uint64_t eager_bytes_max = 1024;
   std::uint64_t eager_window_bytes = 16 * 1024;
 };

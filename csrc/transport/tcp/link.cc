@@ -110,8 +110,8 @@ class TcpLink final : public CoreLink {
         result = platform::read_some(stream_.get(), target + payload_done_, payload_left_);
       } else {
         compact();
-        result = platform::read_some(stream_.get(), buffer_.data() + filled_,
-                                     buffer_.size() - filled_);
+        result =
+            platform::read_some(stream_.get(), buffer_.data() + filled_, buffer_.size() - filled_);
       }
       if (result.outcome == IoOutcome::kWouldBlock) return moved;
       if (result.outcome != IoOutcome::kMoved) {

@@ -28,15 +28,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aioquic_private
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import ConnectionTerminated, HandshakeCompleted
 from aioquic.quic.packet import QuicErrorCode, QuicFrameType, QuicProtocolVersion
 from aioquic.tls import Alert, AlertDescription, CipherSuite, verify_certificate
-from cryptography import x509
-
-import aioquic_private
 from certificates import make_certificates, rank_name, write_private
+from cryptography import x509
 
 ALPN = "pycomm-probe"
 CONNECTION_ID_SIZE = 8

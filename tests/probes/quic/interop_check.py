@@ -18,10 +18,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import aioquic_private
 from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import DatagramFrameReceived, QuicEvent, StreamDataReceived
-
-import aioquic_private
 from aioquic_private import ConnectionState
 from certificates import make_certificates, rank_name
 from handshake import (

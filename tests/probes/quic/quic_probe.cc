@@ -39,8 +39,8 @@ constexpr std::uint8_t kDatagramFrame = 0x31;  // RFC 9221 section 4, with a len
 
 // What stands in front of every message in a DATAGRAM frame: the toy's own order and resending.
 struct Order {
-  std::uint64_t sequence = 0;   // 0: nothing but an acknowledgement
-  std::uint64_t received = 0;   // all up to here have come
+  std::uint64_t sequence = 0;  // 0: nothing but an acknowledgement
+  std::uint64_t received = 0;  // all up to here have come
 };
 
 void append_varint(std::vector<std::uint8_t>& out, std::uint64_t value) {  // RFC 9000 section 16
@@ -116,8 +116,7 @@ class QuicProbeLink final : public transport::CoreLink {
     Order order{sequence, next_expected_ - 1};
     payload.push_back(kDatagramFrame);
     const std::vector<std::uint8_t> empty;
-    const auto& message =
-        sequence == 0 ? empty : unacknowledged_[sequence - first_unacknowledged_];
+    const auto& message = sequence == 0 ? empty : unacknowledged_[sequence - first_unacknowledged_];
     append_varint(payload, sizeof order + message.size());
     const auto* raw = reinterpret_cast<const std::uint8_t*>(&order);
     payload.insert(payload.end(), raw, raw + sizeof order);
@@ -181,7 +180,8 @@ class QuicProbeLink final : public transport::CoreLink {
     if (header.payload_bytes != message.size() - sizeof header) return;
     Status status = core_.begin(header);
     if (status.is_ok()) {
-      if (std::byte* target = core_.payload_target(); target != nullptr && header.payload_bytes > 0) {
+      if (std::byte* target = core_.payload_target();
+          target != nullptr && header.payload_bytes > 0) {
         std::memcpy(target, message.data() + sizeof header, header.payload_bytes);
       }
       status = core_.end();
@@ -264,11 +264,12 @@ int run(int rank, int state_fd, int socket_fd) {
   }
   for (int i = 0; i < 3; ++i) link.progress();
   if (rank == 0) {
-    std::printf("4 encrypted  holds  8 B, 4 KB and 1 MiB all_reduce in QUIC v2 1-RTT packets after "
-                "an aioquic handshake with certificates on both sides: %llu packets sealed, %llu "
-                "opened, %.0f ms; sums right\n",
-                static_cast<unsigned long long>(link.num_sealed()),
-                static_cast<unsigned long long>(link.num_opened()), static_cast<double>(spent) * 1e-6);
+    std::printf(
+        "4 encrypted  holds  8 B, 4 KB and 1 MiB all_reduce in QUIC v2 1-RTT packets after "
+        "an aioquic handshake with certificates on both sides: %llu packets sealed, %llu "
+        "opened, %.0f ms; sums right\n",
+        static_cast<unsigned long long>(link.num_sealed()),
+        static_cast<unsigned long long>(link.num_opened()), static_cast<double>(spent) * 1e-6);
   }
   return 0;
 }

@@ -1,6 +1,6 @@
 """Runs the encrypted probe: makes certificates, starts both ranks, prints their one line.
 
-    run_probe.py --program PATH/quic_probe
+run_probe.py --program PATH/quic_probe
 """
 
 import argparse
@@ -25,8 +25,10 @@ def main() -> int:
         subprocess.run([*script, "--make-certs", str(certs)], check=True, timeout=TIMEOUT_S)
         ranks = [
             subprocess.Popen(
-                [*script, "--rank", str(rank), "--certs", str(certs), "--port-file", str(ports)]
-                + ["--program", program, "--rank", str(rank)]
+                [
+                    *[*script, "--rank", str(rank), "--certs", str(certs)],
+                    *["--port-file", str(ports), "--program", program, "--rank", str(rank)],
+                ]
             )
             for rank in (0, 1)
         ]

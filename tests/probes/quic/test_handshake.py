@@ -8,14 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import aioquic
-import pytest
-from aioquic.quic.configuration import QuicConfiguration
-from cryptography import x509
-
 import aioquic_private
 import handshake
+import pytest
+from aioquic.quic.configuration import QuicConfiguration
 from aioquic_private import ConnectionState
 from certificates import Issued, issue_leaf, make_ca, make_certificates, rank_name, write_private
+from cryptography import x509
 from handshake import CertificateRefusedError, Credentials, Handshake, HandshakeError
 
 pytestmark = pytest.mark.timeout(60)

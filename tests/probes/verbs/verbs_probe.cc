@@ -93,7 +93,8 @@ class VerbsProbeLink final : public Link, public RemoteMemory {
     }
     posts_[t.id] = &t;
     if (t.bytes <= kEagerBytes) return;
-    ibv_mr* region = ibv_reg_mr(domain_, t.data, t.bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    ibv_mr* region =
+        ibv_reg_mr(domain_, t.data, t.bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
     if (region == nullptr) return finish(t, Status::error(StatusCode::kSystem, "ibv_reg_mr"));
     regions_[&t] = region;
     FrameHeader clear = header(FrameKind::kClear, t.id);
@@ -155,8 +156,9 @@ class VerbsProbeLink final : public Link, public RemoteMemory {
   bool can_write() const override { return true; }
   bool can_fetch_add() const override { return true; }
   Status expose(std::uint64_t region, std::byte* data, std::uint64_t bytes, RegionKind) override {
-    ibv_mr* memory = ibv_reg_mr(domain_, data, bytes,
-                                IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
+    ibv_mr* memory =
+        ibv_reg_mr(domain_, data, bytes,
+                   IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
     if (memory == nullptr) return Status::error(StatusCode::kSystem, "ibv_reg_mr");
     exposed_[region] = memory;
     FrameHeader offer = header(FrameKind::kRequest, {});
@@ -227,7 +229,8 @@ class VerbsProbeLink final : public Link, public RemoteMemory {
     attr.qp_state = IBV_QPS_INIT;
     attr.port_num = 1;
     attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
-    if (ibv_modify_qp(pair_, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) {
+    if (ibv_modify_qp(pair_, &attr,
+                      IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) {
       return complain("to init");
     }
     for (std::uint64_t i = 0; i < kNumReceives; ++i) post_receive(i);
@@ -250,8 +253,9 @@ class VerbsProbeLink final : public Link, public RemoteMemory {
     attr.ah_attr.grh.dgid = theirs.gid;
     attr.ah_attr.grh.sgid_index = kRoceV2Ipv4Gid;
     attr.ah_attr.grh.hop_limit = 64;
-    if (ibv_modify_qp(pair_, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
-                                        IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) {
+    if (ibv_modify_qp(pair_, &attr,
+                      IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                          IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) {
       return complain("to receive");
     }
     attr.qp_state = IBV_QPS_RTS;
@@ -260,8 +264,9 @@ class VerbsProbeLink final : public Link, public RemoteMemory {
     attr.rnr_retry = 7;
     attr.sq_psn = mine.first_psn;
     attr.max_rd_atomic = 4;
-    if (ibv_modify_qp(pair_, &attr, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
-                                        IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC)) {
+    if (ibv_modify_qp(pair_, &attr,
+                      IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                          IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC)) {
       return complain("to send");
     }
     return true;
@@ -282,8 +287,8 @@ class VerbsProbeLink final : public Link, public RemoteMemory {
     std::byte* cell = out_cells_.data() + next_out_++ % kNumReceives * kCellBytes;
     std::memcpy(cell, &h, sizeof h);
     if (bytes > 0) std::memcpy(cell + sizeof h, payload, bytes);
-    ibv_sge piece{reinterpret_cast<std::uint64_t>(cell), static_cast<std::uint32_t>(sizeof h + bytes),
-                  out_region_->lkey};
+    ibv_sge piece{reinterpret_cast<std::uint64_t>(cell),
+                  static_cast<std::uint32_t>(sizeof h + bytes), out_region_->lkey};
     ibv_send_wr request{};
     request.opcode = IBV_WR_SEND;
     request.sg_list = &piece;
@@ -299,7 +304,8 @@ class VerbsProbeLink final : public Link, public RemoteMemory {
     ibv_mr* region = ibv_reg_mr(domain_, t.data, t.bytes, IBV_ACCESS_LOCAL_WRITE);
     if (region == nullptr) return finish(t, Status::error(StatusCode::kSystem, "ibv_reg_mr"));
     regions_[&t] = region;
-    ibv_sge piece{reinterpret_cast<std::uint64_t>(t.data), static_cast<std::uint32_t>(t.bytes), region->lkey};
+    ibv_sge piece{reinterpret_cast<std::uint64_t>(t.data), static_cast<std::uint32_t>(t.bytes),
+                  region->lkey};
     ibv_send_wr request{};
     request.wr_id = reinterpret_cast<std::uint64_t>(&t);
     request.opcode = opcode;
@@ -398,7 +404,8 @@ Status counter_barrier(VerbsProbeLink& link, std::uint64_t* counter, std::uint64
   const base::TimeNs deadline = platform::real_clock().now_ns() + base::ms_to_ns(20'000);
   while (!add.is_finished() || std::atomic_ref(*counter).load() < round) {
     link.progress();
-    if (!link.is_viable().viable) return Status::error(StatusCode::kPeerLost, link.is_viable().reason);
+    if (!link.is_viable().viable)
+      return Status::error(StatusCode::kPeerLost, link.is_viable().reason);
     if (platform::real_clock().now_ns() > deadline) {
       return Status::error(StatusCode::kTimeout, "counter barrier");
     }
@@ -440,7 +447,9 @@ int run_rank(Rank rank, const char* device, int socket) {
   VerbsProbeLink link;
   if (!link.open(device, socket)) return 1;
   alignas(8) std::uint64_t counter = 0;
-  if (!link.expose(kCounterRegion, reinterpret_cast<std::byte*>(&counter), sizeof counter, RegionKind::kHost).is_ok()) {
+  if (!link.expose(kCounterRegion, reinterpret_cast<std::byte*>(&counter), sizeof counter,
+                   RegionKind::kHost)
+           .is_ok()) {
     return 1;
   }
   const base::TimeNs deadline = platform::real_clock().now_ns() + base::ms_to_ns(20'000);
@@ -469,11 +478,12 @@ int run_rank(Rank rank, const char* device, int socket) {
   while (!link.peer_departed() && link.progress() | (platform::real_clock().now_ns() < deadline)) {
   }
   if (rank == 0) {
-    std::printf("5 verbs      holds  8 B, 40 KB and 1 MiB all_reduce by RDMA WRITE (%llu bytes straight "
-                "from and into user memory) and 10 barriers by FETCH_ADD (%llu atomics) over "
-                "rdma_rxe; sums and counters right\n",
-                static_cast<unsigned long long>(link.bytes_written()),
-                static_cast<unsigned long long>(link.num_atomics()));
+    std::printf(
+        "5 verbs      holds  8 B, 40 KB and 1 MiB all_reduce by RDMA WRITE (%llu bytes straight "
+        "from and into user memory) and 10 barriers by FETCH_ADD (%llu atomics) over "
+        "rdma_rxe; sums and counters right\n",
+        static_cast<unsigned long long>(link.bytes_written()),
+        static_cast<unsigned long long>(link.num_atomics()));
     std::fflush(stdout);
   }
   return 0;

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Runs stages by name, each within its time budget, and says how long each took.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+bin=$PWD/${VENV:-.venv}/bin
+export PATH=$bin:$PATH CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 OMP_NUM_THREADS=1
+export PYTHONDONTWRITEBYTECODE=1
+
+build() { # folder, cmake arguments...
+  local folder=build/$1
+  shift
+  cmake -S . -B "$folder" -G Ninja -DPYCOMM_TESTS=ON "$@" >"$folder.log" 2>&1 || { cat "$folder.log"; return 1; }
+  ninja -C "$folder" >"$folder.log" 2>&1 || { grep -E "error|FAILED" -A3 "$folder.log" | head -40; return 1; }
+}
+
+core_tests() { # without torch and Python in sight
+  build release && ctest --test-dir build/release --output-on-failure --no-tests=error
+}
+
+python_tests() { python -m pytest tests/python tests/torch tests/tidy; }
+
+sanitize() {
+  local kind
+  for kind in address thread; do
+    build "$kind" -DPYCOMM_SANITIZE=$kind &&
+      ctest --test-dir "build/$kind" --output-on-failure --no-tests=error || return 1
+  done
+}
+
+fuzz() {
+  local seconds=${PYCOMM_FUZZ_SECONDS:-20} name
+  mkdir -p build/fuzz
+  for name in message_core hello membership; do
+    mkdir -p build/fuzz/corpus_$name
+    clang++-14 -std=c++20 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
+      -DPYCOMM_VERSION='"fuzz"' -Icsrc -Icsrc/include -Itests/cpp tests/cpp/fuzz_$name.cc \
+      csrc/base/*.cc csrc/transport/*.cc csrc/transport/tcp/membership.cc csrc/communicator/hello.cc \
+      csrc/platform/crypto.cc -o build/fuzz/$name -ldl -pthread || return 1
+    build/fuzz/$name -max_total_time="$seconds" -max_len=8192 -timeout=10 -verbosity=0 \
+      -print_final_stats=1 build/fuzz/corpus_$name 2>&1 | grep -E "ERROR|SUMMARY|number_of_executed" ||
+      true
+    [ "${PIPESTATUS[0]}" -eq 0 ] || return 1
+  done
+}
+
+cuda() {
+  if ! command -v nvcc >/dev/null; then
+    echo "skipped: no nvcc here; the kernels' bodies ran on the CPU in kernels_test"
+    return 0
+  fi
+  cmake -S . -B build/cuda -G Ninja -DPYCOMM_CUDA=ON >build/cuda.log 2>&1 && ninja -C build/cuda pycomm_cuda >>build/cuda.log 2>&1 ||
+    { tail -20 build/cuda.log; return 1; }
+  echo "compiled for sm_80 and sm_90; no GPU ran it"
+}
+
+# A plain `pip install .` beside a torch that is there already, and its first use.
+install_check() {
+  rm -rf build/install-check
+  "$bin/python" -m venv build/install-check || return 1
+  local here there
+  here=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  there=$(build/install-check/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  # Torch and its needs by reference; not this environment's own pycomm.
+  local item
+  for item in "$here"/*; do
+    case $(basename "$item") in pip* | *pycomm* | setuptools* | __pycache__) ;; *) ln -sf "$item" "$there/" ;; esac
+  done
+  build/install-check/bin/pip install -q --disable-pip-version-check . 2>&1 | grep -v "^WARNING: Location"
+  (cd / && "$OLDPWD/build/install-check/bin/pycomm" bench all_reduce -e 64 -n 2 -m 2)
+}
+
+prove() {
+  local failed=0
+  build release -DPYCOMM_PROBES=ON || return 1
+  build/release/tests/cpp/prove_core latency || failed=1
+  build/release/tests/cpp/prove_core shared || failed=1
+  build/release/tests/cpp/prove_core kill 100 || failed=1
+  python tests/probes/quic/run_probe.py --program build/release/tests/probes/quic/quic_probe || failed=1
+  if [ "$(uname -m)" = x86_64 ]; then
+    python tests/softroce/vm.py run --timeout 120 -- "$PWD/build/release/tests/probes/verbs/verbs_probe" || failed=1
+  else
+    echo "5 verbs      skipped: the VM is for x86-64 hosts"
+  fi
+  return $failed
+}
+
+declare -A budget=([core-tests]=600 [python-tests]=420 [sanitize]=700 [fuzz]=200 [cuda]=200 [install-check]=240 [prove]=300)
+mkdir -p build
+status=0
+for stage in "$@"; do
+  start=$SECONDS
+  printf '\n=== %s\n' "$stage"
+  export -f build core_tests python_tests sanitize fuzz cuda install_check prove
+  timeout --foreground "${budget[$stage]:?unknown stage}" bash -c "set -uo pipefail; ${stage//-/_}"
+  code=$?
+  [ $code -eq 124 ] && echo "stage $stage ran past its ${budget[$stage]} s"
+  [ $code -eq 0 ] || status=1
+  printf -- '--- %s: %s after %d s\n' "$stage" "$([ $code -eq 0 ] && echo ok || echo FAILED)" $((SECONDS - start))
+done
+exit $status

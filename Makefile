@@ -1,0 +1,44 @@
+# Two commands are enough: `make demo` and `make test`. Everything else is for people who work on
+# pycomm. VENV, PYTHON and TORCH may be set: make demo TORCH=torch==2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+export PYTHON VENV TORCH
+BIN := $(abspath $(VENV))/bin
+
+.PHONY: help demo test test-all prove lint format install core-tests python-tests sanitize fuzz \
+        cuda install-check clean
+
+help: ## This list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+install: ## A virtual environment with torch, and pycomm built into it.
+	@bash .ci/setup.sh install
+
+demo: install ## Train a small GPT on real text over pycomm; curve in demo/curve.png.
+	@$(BIN)/pycomm demo --out demo $(ARGS)
+
+test: ## The tests: at most 10 minutes, no root, no VM.
+	@bash .ci/setup.sh test
+	@bash .ci/stages.sh core-tests python-tests
+
+test-all: ## The tests, sanitizers, fuzzers, CUDA compilation and the probes.
+	@bash .ci/setup.sh test-all
+	@bash .ci/stages.sh core-tests python-tests sanitize fuzz cuda install-check prove
+
+prove: ## Five claims of the transport contract, one line each.
+	@bash .ci/setup.sh test-all
+	@bash .ci/stages.sh prove
+
+core-tests python-tests sanitize fuzz cuda install-check:
+	@bash .ci/stages.sh $@
+
+lint: ## clang-format, ruff, mypy and the rules of tests/tidy.
+	@$(BIN)/python -m pytest -q tests/tidy
+
+format: ## Rewrite the sources in the project's format.
+	@git ls-files '*.cc' '*.h' '*.cu' '*.inc' | xargs $(BIN)/clang-format -i
+	@$(BIN)/ruff check --fix -q . && $(BIN)/ruff format -q .
+
+clean: ## Remove what was built.
+	@rm -rf build demo $(VENV)

@@ -1,0 +1,228 @@
+// How the engine moves: in a waiting caller, in its own thread, or asleep until someone rings.
+#include <algorithm>
+
+#include "communicator/engine.h"
+#include "platform/system.h"
+
+namespace pycomm::communicator {
+namespace {
+
+using base::TimeNs;
+using platform::real_clock;
+
+// A waiting caller looks this often without a pause, then yields, then parks and leaves the rest
+// to the progress thread.
+constexpr int kSpinsBeforeYield = 2'000;
+constexpr TimeNs kRunBeforeParkNs = 300'000;
+constexpr std::int64_t kParkSliceNs = 50'000'000;
+// The progress thread yields this often while operations are open, before it sleeps.
+constexpr int kYieldsBeforeSleep = 20;
+constexpr std::int64_t kIdleSleepNs = 5'000'000'000;
+constexpr std::int64_t kActiveSleepNs = 100'000'000;
+// Callbacks that wait inside one another, at most.
+constexpr std::size_t kCompletersMax = 64;
+constexpr std::int64_t kRunnerPauseNs = 500'000;
+
+}  // namespace
+
+// ---------------------------------------------------------------- progress
+
+bool Engine::progress() {
+  bool moved = false;
+  for (auto& [id, peer] : links_) moved |= peer.link->progress();
+  watch_links();
+  const TimeNs now = real_clock().now_ns();
+  int active = 0;
+  for (Member& member : members_) {
+    Group& group = *member.group;
+    if (group.num_queued() == 0 || !group.try_own()) continue;
+    moved |= group.advance(now);
+    active += group.num_queued();
+    group.release();
+  }
+  tell_failures();
+  if (active > 0 || moved) {
+    for (auto& [id, peer] : links_) moved |= peer.link->progress();
+  }
+  num_active_.store(active);
+  return moved;
+}
+
+void Engine::submit(Group& group, std::shared_ptr<QueuedOperation> operation, bool caller_waits) {
+  group.own();
+  {
+    std::lock_guard lock(mutex_);
+    if (group.has_failed()) {
+      const Status failure = group.failure();
+      operation->request().op_number = group.next_op_number();
+      operation->complete(group.explain(failure, operation->request(), operation->op_number()));
+      group.fail(failure);
+      group.release();
+      return;
+    }
+    group.enqueue(std::move(operation));
+    group.release();
+    num_active_.fetch_add(1);
+    // The first chunk leaves now; whether a waiter or the progress thread goes on is open.
+    progress();
+  }
+  if (is_active() && !caller_waits) kick();
+}
+
+void Engine::abort_group(Group& group, const Status& status, Group::Tell tell) {
+  group.mark_failed(status, tell);  // a caller that waits inside an exchange lets go
+  group.own();
+  std::lock_guard lock(mutex_);
+  group.fail(status, tell);
+  tell_failures();
+  group.release();
+}
+
+Status Engine::wait(QueuedOperation& operation, std::int64_t timeout_ms) {
+  const TimeNs start = real_clock().now_ns();
+  const TimeNs deadline = base::deadline_after(start, timeout_ms);
+  begin_running();
+  TimeNs last_move = start;
+  for (int idle = 0; !operation.is_done(); ++idle) {
+    const TimeNs now = real_clock().now_ns();
+    bool moved = false;
+    if (mutex_.try_lock()) {
+      moved = progress();
+      mutex_.unlock();
+    }
+    if (moved) {
+      idle = 0;
+      last_move = now;
+    } else if (now - last_move > kRunBeforeParkNs || now >= deadline) {
+      break;
+    } else if (idle < kSpinsBeforeYield) {
+      base::spin_pause();
+    } else {
+      platform::yield_thread();
+    }
+  }
+  end_running();
+  while (!operation.is_done()) {
+    const TimeNs left = deadline - real_clock().now_ns();
+    if (left <= 0) return Status::error(StatusCode::kTimeout, "not done yet");
+    operation.park(std::min(left, kParkSliceNs));
+  }
+  return Status();
+}
+
+void Engine::arm_bell() {
+  if (host_)
+    host_->header().bell_armed.store(is_active() ? transport::shm::kBellAll
+                                                 : transport::shm::kBellMessages);
+}
+
+void Engine::begin_running() {
+  num_runners_.fetch_add(1);
+  if (host_) host_->header().bell_armed.store(transport::shm::kBellOff);
+}
+
+// If the progress thread slept meanwhile, peers must ring for it again, and what came before the
+// bell was armed must not be missed.
+void Engine::end_running() {
+  if (num_runners_.fetch_sub(1) != 1) return;
+  if (is_asleep_.load()) {
+    arm_bell();
+    look_once_more();
+  }
+  if (is_active()) kick();
+}
+
+bool Engine::look_once_more() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  std::lock_guard lock(mutex_);
+  return progress();
+}
+
+void Engine::kick() { kick_bell_.ring(); }
+
+void Engine::progress_loop() {
+  platform::block_signals_in_this_thread();
+  int yields = 0;
+  while (!is_stopping_.load()) {
+    if (num_runners_.load() > 0) {
+      platform::sleep_ns(kRunnerPauseNs);
+      continue;
+    }
+    bool moved;
+    {
+      std::lock_guard lock(mutex_);
+      moved = progress();
+    }
+    if (moved) {
+      yields = 0;
+    } else if (is_active() && yields < kYieldsBeforeSleep) {
+      ++yields;
+      platform::yield_thread();
+    } else {
+      yields = 0;
+      sleep_until_event();
+    }
+  }
+}
+
+void Engine::sleep_until_event() {
+  is_asleep_.store(true);
+  if (num_runners_.load() == 0) arm_bell();
+  if (look_once_more()) {
+    is_asleep_.store(false);
+    return;
+  }
+  std::int64_t timeout = is_active() ? kActiveSleepNs : kIdleSleepNs;
+  {
+    std::lock_guard lock(mutex_);
+    const TimeNs now = real_clock().now_ns();
+    for (Member& member : members_) {
+      if (member.group->num_queued() == 0 || !member.group->try_own()) continue;
+      timeout = std::min(timeout, std::max<std::int64_t>(member.group->next_deadline() - now, 0));
+      member.group->release();
+    }
+  }
+  std::vector<platform::Poller::Event> events;
+  poller_.wait(timeout, &events);
+  is_asleep_.store(false);
+  if (host_) host_->header().bell_armed.store(transport::shm::kBellOff);
+  std::lock_guard lock(mutex_);
+  for (const platform::Poller::Event& event : events) {
+    if (event.token == kKickToken) kick_bell_.clear();
+    if (event.token == kDoorbellToken) host_->doorbell().clear();
+    for (auto& [id, peer] : links_) {
+      if (peer.token == event.token) peer.link->on_ready();
+    }
+  }
+}
+
+// ---------------------------------------------------------------- completions
+
+void Engine::run_later(std::function<void()> callback) {
+  std::lock_guard lock(completion_mutex_);
+  completions_.push_back(std::move(callback));
+  const bool all_are_busy = num_idle_completers_ < completions_.size();
+  if (all_are_busy && completion_threads_.size() < kCompletersMax && !is_stopping_.load()) {
+    completion_threads_.emplace_back([self = shared_from_this()] { self->completion_loop(); });
+  }
+  completion_changed_.notify_one();
+}
+
+void Engine::completion_loop() {
+  platform::block_signals_in_this_thread();
+  std::unique_lock lock(completion_mutex_);
+  for (;;) {
+    ++num_idle_completers_;
+    completion_changed_.wait(lock, [this] { return !completions_.empty() || is_stopping_.load(); });
+    --num_idle_completers_;
+    if (completions_.empty()) return;
+    std::function<void()> callback = std::move(completions_.front());
+    completions_.pop_front();
+    lock.unlock();
+    callback();
+    callback = nullptr;
+    lock.lock();
+  }
+}
+
+}  // namespace pycomm::communicator
