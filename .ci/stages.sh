@@ -72,8 +72,11 @@ install_check() {
 prove() {
   local failed=0
   build release -DPYCOMM_PROBES=ON || return 1
-  build/release/tests/cpp/prove_core latency || failed=1
-  build/release/tests/cpp/prove_core shared || failed=1
+  # Benchmarks are not timed tests: PYCOMM_TIMING=report prints the two figures and goes on.
+  local claim
+  for claim in latency shared; do
+    build/release/tests/cpp/prove_core $claim || [ "${PYCOMM_TIMING:-hold}" = report ] || failed=1
+  done
   build/release/tests/cpp/prove_core kill 100 || failed=1
   python tests/probes/quic/run_probe.py --program build/release/tests/probes/quic/quic_probe || failed=1
   if [ "$(uname -m)" = x86_64 ]; then

@@ -25,8 +25,12 @@ const char* to_string(StatusCode code) {
 Status Status::error(StatusCode code, std::string message, Rank rank) {
   PYCOMM_CHECK(code != StatusCode::kOk);
   Status status;
-  status.rep_ = std::make_shared<const Rep>(Rep{code, rank, std::move(message)});
+  status.rep_ = new Rep{1, code, rank, std::move(message)};
   return status;
+}
+
+void Status::release() {
+  if (rep_->num_owners.fetch_sub(1, std::memory_order_acq_rel) == 1) delete rep_;
 }
 
 const std::string& Status::message() const {
@@ -40,7 +44,6 @@ std::string Status::to_string() const {
 }
 
 namespace {
-constexpr std::size_t kDTypeBytes[kNumDTypes] = {8, 4, 2, 2, 1, 2, 4, 8, 1, 1, 8, 16};
 constexpr const char* kDTypeNames[kNumDTypes] = {"float64", "float32", "float16",   "bfloat16",
                                                  "int8",    "int16",   "int32",     "int64",
                                                  "uint8",   "bool",    "complex64", "complex128"};
@@ -50,23 +53,9 @@ constexpr const char* kOpKindNames[kNumOpKinds] = {"barrier", "all_reduce", "bro
                                                    "all_gather"};
 }  // namespace
 
-std::size_t dtype_bytes(DType dtype) { return kDTypeBytes[static_cast<int>(dtype)]; }
 const char* to_string(DType dtype) { return kDTypeNames[static_cast<int>(dtype)]; }
 const char* to_string(ReduceOp op) { return kReduceOpNames[static_cast<int>(op)]; }
 const char* to_string(OpKind kind) { return kOpKindNames[static_cast<int>(kind)]; }
-
-bool is_reducible(DType dtype, ReduceOp op) {
-  const bool is_float = dtype <= DType::kBFloat16;
-  const bool is_complex = dtype >= DType::kComplex64;
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kProduct: return true;
-    case ReduceOp::kAvg: return is_float || is_complex;
-    case ReduceOp::kMin:
-    case ReduceOp::kMax: return !is_complex;
-    default: return !is_float && !is_complex;
-  }
-}
 
 std::string describe_signature(Signature s) {
   const auto kind = static_cast<unsigned>(s >> 60);

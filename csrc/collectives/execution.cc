@@ -20,7 +20,15 @@ Status invalid(std::string text) {
 
 }  // namespace
 
-Status validate(const OpRequest& request, Rank rank, int world_size) {
+namespace {
+
+bool has_memory(const OpRequest& request, Rank rank) {
+  if (request.count == 0 || request.kind == OpKind::kBarrier) return true;
+  const bool reads = request.kind != OpKind::kBroadcast || request.root == rank;
+  return request.output != nullptr && (!reads || request.input != nullptr);
+}
+
+Status explain_invalid(const OpRequest& request, int world_size) {
   const std::string what = to_string(request.kind);
   if (request.count > kCountMax) return invalid(what + ": too many elements");
   if (request.root < 0 || request.root >= world_size) {
@@ -28,15 +36,20 @@ Status validate(const OpRequest& request, Rank rank, int world_size) {
                    std::to_string(world_size));
   }
   if (request.kind == OpKind::kAllReduce && !is_reducible(request.dtype, request.op)) {
-    return invalid(std::string("all_reduce: ") + to_string(request.op) + " is not defined on " +
+    return invalid(what + ": " + to_string(request.op) + " is not defined on " +
                    to_string(request.dtype));
   }
-  const bool reads = request.kind != OpKind::kBroadcast || request.root == rank;
-  if (request.count > 0 && request.kind != OpKind::kBarrier &&
-      (request.output == nullptr || (reads && request.input == nullptr))) {
-    return invalid(what + ": no memory given");
-  }
-  return Status();
+  return invalid(what + ": no memory given");
+}
+
+}  // namespace
+
+Status validate(const OpRequest& request, Rank rank, int world_size) {
+  const bool is_valid =
+      request.count <= kCountMax && request.root >= 0 && request.root < world_size &&
+      (request.kind != OpKind::kAllReduce || is_reducible(request.dtype, request.op)) &&
+      has_memory(request, rank);
+  return __builtin_expect(is_valid, 1) ? Status() : explain_invalid(request, world_size);
 }
 
 Execution::Execution(GroupContext& group, const OpRequest& request, base::TimeNs deadline)

@@ -23,8 +23,10 @@ void FlatExchange::publish(Signature signature, const void* payload, std::uint64
   } else if (bytes > 0) {
     std::memcpy(bytes <= FlatSlot::kSmallBytes ? slot.small : slot.large, payload, bytes);
   }
-  // Sequentially consistent, so that the look at who sleeps (Waker) comes after it.
-  slot.sequence.store(sequence_, std::memory_order_seq_cst);
+  // No fence: it would wait for the cache line before the peers' lines may be asked for. Sleepers
+  // pay instead (platform::process_barrier).
+  slot.sequence.store(sequence_, std::memory_order_release);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
 void publish_request(FlatExchange& flat, const OpRequest& request, Signature signature) {

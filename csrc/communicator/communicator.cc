@@ -26,6 +26,7 @@ using platform::real_clock;
 constexpr int kLooksBeforeClock = 4'000;
 constexpr TimeNs kYieldNs = 100'000;
 constexpr std::int64_t kSleepSliceNs = 50'000'000;
+constexpr std::int64_t kUnfencedSleepNs = 1'000'000;
 
 class CommunicatorImpl final : public Communicator {
  public:
@@ -194,6 +195,7 @@ class CommunicatorImpl final : public Communicator {
     auto& sleepers = engine_->host()->header().flat_sleepers;
     const std::atomic<std::uint64_t>* word = flat.arrival_word(peer);
     sleepers.fetch_add(1, std::memory_order_seq_cst);
+    if (!platform::process_barrier()) timeout_ns = std::min(timeout_ns, kUnfencedSleepNs);
     const std::uint64_t seen = word->load(std::memory_order_seq_cst);
     if (seen != flat.sequence() && !group_->has_failed()) {
       platform::futex_wait(word, seen, timeout_ns);

@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "base/log.h"
 #include "communicator/fork_guard.h"
+#include "platform/futex.h"
 #include "platform/system.h"
 
 namespace pycomm::communicator {
@@ -66,6 +67,7 @@ void Engine::shutdown_process() {
 
 Status Engine::start(const Options& options) {
   watch_forks();
+  platform::register_for_process_barriers();
   static const bool registered = [] {
     platform::on_process_exit([] { Engine::shutdown_process(); });
     return true;

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "communicator/engine.h"
+#include "platform/futex.h"
 #include "platform/system.h"
 
 namespace pycomm::communicator {
@@ -18,6 +19,7 @@ constexpr std::int64_t kParkSliceNs = 50'000'000;
 // The progress thread yields this often while operations are open, before it sleeps.
 constexpr int kYieldsBeforeSleep = 20;
 constexpr std::int64_t kIdleSleepNs = 5'000'000'000;
+constexpr std::int64_t kUnfencedSleepNs = 1'000'000;
 constexpr std::int64_t kActiveSleepNs = 100'000'000;
 // Callbacks that wait inside one another, at most.
 constexpr std::size_t kCompletersMax = 64;
@@ -168,11 +170,12 @@ void Engine::progress_loop() {
 void Engine::sleep_until_event() {
   is_asleep_.store(true);
   if (num_runners_.load() == 0) arm_bell();
+  std::int64_t timeout = is_active() ? kActiveSleepNs : kIdleSleepNs;
+  if (is_active() && !platform::process_barrier()) timeout = kUnfencedSleepNs;
   if (look_once_more()) {
     is_asleep_.store(false);
     return;
   }
-  std::int64_t timeout = is_active() ? kActiveSleepNs : kIdleSleepNs;
   {
     std::lock_guard lock(mutex_);
     const TimeNs now = real_clock().now_ns();

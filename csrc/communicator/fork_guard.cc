@@ -7,15 +7,17 @@
 #include "platform/system.h"
 
 namespace pycomm::communicator {
+
+std::atomic<std::uint64_t> fork_generation_count{0};
+
 namespace {
 
 // Lock-free: the handler runs in a child whose other threads are gone, whatever they held.
 constexpr int kFdsMax = 4096;
 std::array<std::atomic<int>, kFdsMax> g_fds_plus_one{};
-std::atomic<std::uint64_t> g_generation{0};
 
 void on_fork() {
-  g_generation.fetch_add(1);
+  fork_generation_count.fetch_add(1);
   for (auto& slot : g_fds_plus_one) {
     const int fd = slot.exchange(0) - 1;
     if (fd >= 0) platform::close_raw_fd(fd);
@@ -31,8 +33,6 @@ void watch_forks() {
   }();
   static_cast<void>(installed);
 }
-
-std::uint64_t fork_generation() { return g_generation.load(std::memory_order_relaxed); }
 
 void forget_after_fork(int fd) {
   for (auto& slot : g_fds_plus_one) {

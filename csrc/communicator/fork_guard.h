@@ -2,6 +2,7 @@
 // that peers notice the parent's death even while a child lives on. The child may start anew.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace pycomm::communicator {
@@ -9,7 +10,10 @@ namespace pycomm::communicator {
 // Installs the handler, once.
 void watch_forks();
 // Changes in every forked child: what was made under another generation is the parent's.
-std::uint64_t fork_generation();
+extern std::atomic<std::uint64_t> fork_generation_count;
+inline std::uint64_t fork_generation() {
+  return fork_generation_count.load(std::memory_order_relaxed);
+}
 // Close `fd` in every child forked from now on; no more.
 void forget_after_fork(int fd);
 void forget_no_more(int fd);

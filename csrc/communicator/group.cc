@@ -165,12 +165,11 @@ base::TimeNs Group::next_deadline() const {
 }
 
 void Group::wake_peers() {
-  // publish() stored the slot sequentially consistently, and a sleeper raises its flag likewise
-  // before its last look at the slot: one of the two sees the other.
+  // In program order behind publish(); a sleeper's process_barrier() makes that enough.
   bool anyone_sleeps = false;
   for (const transport::shm::PeerFlags& peer : peer_flags) {
-    anyone_sleeps |= peer.flat_sleepers->load(std::memory_order_seq_cst) != 0;
-    if (peer.bell_armed->load(std::memory_order_seq_cst) == transport::shm::kBellAll) {
+    anyone_sleeps |= peer.flat_sleepers->load(std::memory_order_relaxed) != 0;
+    if (peer.bell_armed->load(std::memory_order_relaxed) == transport::shm::kBellAll) {
       peer.doorbell->ring();
     }
   }

@@ -1,6 +1,7 @@
 #include "platform/futex.h"
 
 #include <linux/futex.h>
+#include <linux/membarrier.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -20,6 +21,17 @@ void futex_wait(const std::atomic<std::uint64_t>* word, std::uint64_t seen,
 
 void futex_wake_all(const std::atomic<std::uint64_t>* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+bool register_for_process_barriers() {
+  static const bool registered =
+      syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0) == 0;
+  return registered;
+}
+
+bool process_barrier() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0) == 0;
 }
 
 }  // namespace pycomm::platform

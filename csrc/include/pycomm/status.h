@@ -1,8 +1,8 @@
 // Errors by value. The core never throws; every fallible call returns a Status or a Result<T>.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <utility>
 #include <variant>
@@ -25,10 +25,19 @@ enum class StatusCode : std::uint8_t {
 
 const char* to_string(StatusCode code);
 
-// Ok costs one null pointer and no allocation.
+// Ok is one null pointer: no allocation, and a move of eight bytes. Copies share the text.
 class [[nodiscard]] Status {
  public:
   Status() = default;
+  Status(const Status& other) : rep_(other.rep_) { retain(); }
+  Status(Status&& other) noexcept : rep_(std::exchange(other.rep_, nullptr)) {}
+  Status& operator=(Status other) noexcept {
+    std::swap(rep_, other.rep_);
+    return *this;
+  }
+  ~Status() {
+    if (rep_ != nullptr) release();
+  }
   static Status error(StatusCode code, std::string message, Rank rank = kNoRank);
 
   bool is_ok() const { return rep_ == nullptr; }
@@ -40,11 +49,17 @@ class [[nodiscard]] Status {
 
  private:
   struct Rep {
+    std::atomic<int> num_owners;
     StatusCode code;
     Rank rank;
     std::string message;
   };
-  std::shared_ptr<const Rep> rep_;
+  void retain() const {
+    if (rep_ != nullptr) rep_->num_owners.fetch_add(1, std::memory_order_relaxed);
+  }
+  void release();
+
+  Rep* rep_ = nullptr;
 };
 
 // Either a value or the Status that says why there is none.

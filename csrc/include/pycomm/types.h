@@ -31,13 +31,27 @@ inline constexpr int kNumReduceOps = 8;
 enum class OpKind : std::uint8_t { kBarrier, kAllReduce, kBroadcast, kAllGather };
 inline constexpr int kNumOpKinds = 4;
 
-std::size_t dtype_bytes(DType dtype);
+constexpr std::size_t dtype_bytes(DType dtype) {
+  constexpr std::uint8_t kBytes[kNumDTypes] = {8, 4, 2, 2, 1, 2, 4, 8, 1, 1, 8, 16};
+  return kBytes[static_cast<int>(dtype)];
+}
 const char* to_string(DType dtype);
 const char* to_string(ReduceOp op);
 const char* to_string(OpKind kind);
 
 // Whether `op` is defined on `dtype`: no bit operations on floats, no order on complex numbers.
-bool is_reducible(DType dtype, ReduceOp op);
+constexpr bool is_reducible(DType dtype, ReduceOp op) {
+  const bool is_float = dtype <= DType::kBFloat16;
+  const bool is_complex = dtype >= DType::kComplex64;
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kProduct: return true;
+    case ReduceOp::kAvg: return is_float || is_complex;
+    case ReduceOp::kMin:
+    case ReduceOp::kMax: return !is_complex;
+    default: return !is_float && !is_complex;
+  }
+}
 
 // What every rank must agree on for one operation, in 64 bits: kind 4, dtype 5, reduction 4,
 // root 14, count 37. It travels in every header, so that a mismatch is an error that can print
