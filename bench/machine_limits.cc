@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -345,14 +346,22 @@ double tcp_stream_bytes_per_s(std::uint64_t bytes) {
   return static_cast<double>(bytes) / seconds;
 }
 
-double tcp_round_trip_ns() {
-  return over_tcp([](int fd, int me, Flags&) {
+double tcp_round_trip_ns(Waiting waiting) {
+  const int flags = waiting == Waiting::kBusy ? MSG_DONTWAIT : 0;
+  return over_tcp([flags](int fd, int me, Flags&) {
            std::vector<double> times;
            char word[8] = {};
+           const auto receive = [&] {
+             ssize_t n;
+             do {
+               n = recv(fd, word, sizeof word, flags);
+             } while (n < 0 && errno == EAGAIN);
+             return n == sizeof word;
+           };
            for (int i = 0; i < 5000; ++i) {
              const auto start = Clock::now();
-             const bool works = me == 0 ? write_fully(fd, word, 8) && read_fully(fd, word, 8)
-                                        : read_fully(fd, word, 8) && write_fully(fd, word, 8);
+             const bool works = me == 0 ? write_fully(fd, word, 8) && receive()
+                                        : receive() && write_fully(fd, word, 8);
              if (!works) return 1e30;
              times.push_back(seconds_since(start));
            }
@@ -373,8 +382,8 @@ std::vector<Limit> measure_limits() {
   };
   limits.push_back(
       {"flag exchange", 0, 2, best([] { return flag_exchange_ns(200'000); }, true), "ns"});
-  for (const std::uint64_t bytes : {std::uint64_t{256} << 10, std::uint64_t{1} << 20,
-                                    std::uint64_t{16} << 20, std::uint64_t{256} << 20}) {
+  for (const std::uint64_t kib : {64, 256, 1024, 16 * 1024, 256 * 1024}) {
+    const std::uint64_t bytes = kib << 10;
     for (const int n : {1, 2}) {
       limits.push_back({"copy", bytes, n,
                         best([&] { return copy_bytes_per_s(bytes, n); }, false) / 1e9, "GB/s"});
@@ -397,8 +406,12 @@ std::vector<Limit> measure_limits() {
   limits.push_back(
       {"TCP loopback stream", std::uint64_t{16} << 20, 2,
        best([] { return tcp_stream_bytes_per_s(std::uint64_t{16} << 20); }, false) / 1e9, "GB/s"});
-  limits.push_back(
-      {"TCP loopback round trip", 8, 2, best([] { return tcp_round_trip_ns(); }, true), "ns"});
+  for (const Waiting waiting : {Waiting::kAsleep, Waiting::kBusy}) {
+    const char* name =
+        waiting == Waiting::kBusy ? "TCP round trip, busy" : "TCP round trip, asleep";
+    limits.push_back(
+        {name, 8, 2, best([waiting] { return tcp_round_trip_ns(waiting); }, true), "ns"});
+  }
   return limits;
 }
 

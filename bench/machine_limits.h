@@ -39,9 +39,11 @@ double process_vm_readv_bytes_per_s(std::uint64_t bytes);
 enum class SharedPass { kReadOnly, kWhole };
 double shared_all_reduce_s(std::uint64_t bytes, SharedPass pass);
 
-// One TCP stream over loopback, bytes per second, and the 8-byte round trip in ns.
+// One TCP stream over loopback, bytes per second, and the 8-byte round trip in ns, either asleep
+// between messages or looking all the time.
 double tcp_stream_bytes_per_s(std::uint64_t bytes);
-double tcp_round_trip_ns();
+enum class Waiting { kAsleep, kBusy };
+double tcp_round_trip_ns(Waiting waiting);
 
 // All of the above at the sizes of the tables.
 std::vector<Limit> measure_limits();
