@@ -10,8 +10,13 @@ using pycomm::torch_backend::ProcessGroup;
 namespace {
 
 py::list peer_stats(ProcessGroup& group) {
+  std::vector<pycomm::PeerStats> stats;
+  {
+    py::gil_scoped_release no_gil;
+    stats = group.communicator()->peer_stats();
+  }
   py::list result;
-  for (const pycomm::PeerStats& peer : group.communicator().peer_stats()) {
+  for (const pycomm::PeerStats& peer : stats) {
     py::dict row;
     row["rank"] = peer.rank;
     row["transport"] = peer.transport;
@@ -27,8 +32,13 @@ py::list peer_stats(ProcessGroup& group) {
 }
 
 py::list flight_records(ProcessGroup& group) {
+  std::vector<pycomm::FlightRecord> records;
+  {
+    py::gil_scoped_release no_gil;
+    records = group.communicator()->flight_records();
+  }
   py::list result;
-  for (const pycomm::FlightRecord& record : group.communicator().flight_records()) {
+  for (const pycomm::FlightRecord& record : records) {
     py::dict row;
     row["op_number"] = record.op_number;
     row["operation"] = pycomm::describe_signature(record.signature);

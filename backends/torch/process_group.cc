@@ -72,22 +72,22 @@ ProcessGroup::ProcessGroup(std::unique_ptr<Communicator> communicator,
 // Joins threads that never need the GIL; a Python caller may hold it.
 ProcessGroup::~ProcessGroup() = default;
 
-Communicator& ProcessGroup::communicator() {
+std::shared_ptr<Communicator> ProcessGroup::communicator() {
   TORCH_CHECK(communicator_, "pycomm: group '", options_->group_name, "' has been shut down");
-  return *communicator_;
+  return communicator_;
 }
 
 void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
-  communicator().set_timeout_ms(timeout.count());
+  communicator()->set_timeout_ms(timeout.count());
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroup::issue(const c10::intrusive_ptr<Work>& work,
                                                    std::vector<OpRequest> requests, bool is_async,
                                                    Copies finish_up) {
-  Communicator& communicator = this->communicator();
+  const std::shared_ptr<Communicator> communicator = this->communicator();
   if (!is_async && requests.size() == 1) {
-    const Status status = communicator.run(requests[0]);
+    const Status status = communicator->run(requests[0]);
     rethrow_python_signal();
     if (status.is_ok() && finish_up) finish_up();
     work->set_done(status);
@@ -95,7 +95,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::issue(const c10::intrusive_ptr<Work
   }
   std::vector<std::shared_ptr<Operation>> operations;
   operations.reserve(requests.size());
-  for (const OpRequest& request : requests) operations.push_back(communicator.start(request));
+  for (const OpRequest& request : requests) operations.push_back(communicator->start(request));
   work->set_operations(std::move(operations), std::move(finish_up));
   return work;
 }
@@ -212,7 +212,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::barrier(const c10d::BarrierOptions&
 }
 
 std::uint64_t ProcessGroup::getSequenceNumberForGroup() {
-  const auto records = communicator().flight_records();
+  const auto records = communicator()->flight_records();
   return records.empty() ? 0 : records.back().op_number;
 }
 
@@ -220,7 +220,11 @@ void ProcessGroup::abort() {
   if (communicator_) communicator_->abort("aborted by this process");
 }
 
-void ProcessGroup::shutdown() { communicator_.reset(); }
+void ProcessGroup::shutdown() {
+  // Someone is inside a call, perhaps below us on this stack: it ends, and lets go.
+  if (communicator_.use_count() > 1) communicator_->abort("the group was shut down");
+  communicator_.reset();
+}
 
 c10::intrusive_ptr<ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,

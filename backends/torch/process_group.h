@@ -37,7 +37,9 @@ class ProcessGroup final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  Communicator& communicator();
+  // Errors: the group has been shut down. Held for as long as a call runs, whatever a signal
+  // handler does to the group meanwhile.
+  std::shared_ptr<Communicator> communicator();
 
  private:
   using Copies = std::function<void()>;
@@ -45,7 +47,7 @@ class ProcessGroup final : public c10d::Backend {
                                        std::vector<OpRequest> requests, bool is_async,
                                        Copies finish_up);
 
-  std::unique_ptr<Communicator> communicator_;
+  std::shared_ptr<Communicator> communicator_;
   c10::intrusive_ptr<Options> options_;
 };
 

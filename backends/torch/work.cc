@@ -45,10 +45,16 @@ void Work::set_operations(std::vector<std::shared_ptr<Operation>> operations,
 
 void Work::set_done(const Status& status, std::uint64_t op_number) {
   op_number_ = op_number;
-  std::call_once(settled_, [&] {
-    status_ = status;
-    finish(to_exception(status));
-  });
+  std::call_once(settled_, [&] { finish_with(status, nullptr); });
+}
+
+void Work::finish_with(const Status& status, std::exception_ptr error) {
+  if (!error) error = to_exception(status);
+  {
+    std::lock_guard lock(status_mutex_);
+    error_ = error;
+  }
+  finish(error);
 }
 
 bool Work::is_done() const {
@@ -64,13 +70,18 @@ void Work::settle() {
     for (const auto& operation : operations_) {
       if (status.is_ok()) status = operation->status();
     }
-    if (status.is_ok() && finish_up_) finish_up_();
-    finish_up_ = nullptr;
-    {
-      std::lock_guard lock(status_mutex_);
-      status_ = status;
+    std::exception_ptr error;
+    if (status.is_ok() && finish_up_) {
+      // As the issuing thread would have done it, whichever thread this is.
+      at::ThreadLocalStateGuard guard(issuer_);
+      try {
+        finish_up_();
+      } catch (...) {
+        error = std::current_exception();
+      }
     }
-    finish(to_exception(status));
+    finish_up_ = nullptr;
+    finish_with(status, error);
   });
 }
 
@@ -80,14 +91,13 @@ bool Work::isCompleted() {
   return true;
 }
 
-bool Work::isSuccess() const {
-  std::lock_guard lock(status_mutex_);
-  return is_done() && status_.is_ok();
-}
+bool Work::isSuccess() const { return is_done() && exception() == nullptr; }
 
 std::exception_ptr Work::exception() const {
+  if (!is_done()) return nullptr;
+  const_cast<Work*>(this)->settle();
   std::lock_guard lock(status_mutex_);
-  return to_exception(status_);
+  return error_;
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
@@ -102,12 +112,13 @@ bool Work::wait(std::chrono::milliseconds timeout) {
                          "pycomm: timeout: wait() gave up after ", timeout.count(), " ms");
         slice = std::min<std::int64_t>(slice, left.count());
       }
-      const Status ignored = operation->wait(slice);
-      static_cast<void>(ignored);
+      const Status status = operation->wait(slice);
+      if (!operation->is_done() && status.code() != StatusCode::kTimeout) {
+        std::rethrow_exception(to_exception(status));  // not this process's operation
+      }
       if (!operation->is_done() && has_python_signal()) rethrow_python_signal();
     }
   }
-  settle();
   if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
   return true;
 }
@@ -123,7 +134,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     }
   }
   if (!is_new) return future_;
-  if (operations_.empty()) {
+  if (is_done()) {
     complete_future();
     return future_;
   }
@@ -138,7 +149,6 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
 }
 
 void Work::complete_future() {
-  if (!operations_.empty()) settle();
   if (const std::exception_ptr error = exception()) {
     future_->setError(error);
   } else {

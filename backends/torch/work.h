@@ -1,6 +1,8 @@
 // c10d::Work over an operation of the core.
 #pragma once
 
+#include <ATen/ThreadLocalState.h>
+
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -41,16 +43,18 @@ class Work final : public c10d::Work {
 
  private:
   bool is_done() const;
-  void settle();  // once all operations are done
+  void settle();  // once all operations are done; any thread
+  void finish_with(const Status& status, std::exception_ptr error);
   void complete_future();
 
   std::vector<std::shared_ptr<Operation>> operations_;
   std::function<void()> finish_up_;
   std::vector<at::Tensor> outputs_;
   std::uint64_t op_number_ = 0;
+  at::ThreadLocalState issuer_;  // grad and inference mode for finish_up
   std::once_flag settled_;
   mutable std::mutex status_mutex_;
-  Status status_;
+  std::exception_ptr error_;  // set by settling
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 

@@ -120,9 +120,11 @@ Rank Execution::missing_peer() {
   for (Rank p = 0; p < group_.world_size; ++p) {
     if (group_.flat->has_arrived(p)) continue;
     const Viability viability = group_.links[static_cast<std::size_t>(p)]->is_viable();
-    if (viability.viable || group_.flat->has_arrived(p)) return p;
-    abort(Status::error(StatusCode::kPeerLost,
-                        "rank " + std::to_string(p) + " was lost: " + viability.reason, p));
+    const bool has_left = group_.has_departed(p);
+    if ((viability.viable && !has_left) || group_.flat->has_arrived(p)) return p;
+    const std::string why = viability.viable ? "it left the group" : viability.reason;
+    abort(
+        Status::error(StatusCode::kPeerLost, "rank " + std::to_string(p) + " was lost: " + why, p));
     return p;
   }
   return kNoRank;
@@ -204,6 +206,10 @@ void Execution::start_messages() {
   } else if (request_.kind == OpKind::kBroadcast && request_.root == group_.rank && bytes > 0 &&
              request_.input != request_.output) {
     std::memmove(request_.output, request_.input, bytes);
+  }
+  if (request_.kind == OpKind::kAllReduce && scales_first(request_)) {
+    kernels::reduce_kernels().scale(request_.output, request_.count, request_.dtype,
+                                    request_.scale(group_.world_size));
   }
   PlanRequest plan;
   plan.kind = request_.kind;

@@ -50,6 +50,12 @@ struct GroupContext {
   Waker* waker = nullptr;
   ScratchPool scratch;
   std::vector<std::shared_ptr<void>> quarantine;  // memory that peers may still write
+  // By rank, set by the engine: it has left the group, and everything that it sent has arrived.
+  std::unique_ptr<std::atomic<bool>[]> departed;
+
+  bool has_departed(Rank peer) const {
+    return departed && departed[static_cast<std::size_t>(peer)].load(std::memory_order_acquire);
+  }
 };
 
 class ScheduleRun;

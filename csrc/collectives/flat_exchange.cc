@@ -14,8 +14,9 @@ FlatExchange::FlatExchange(Rank rank, const std::vector<std::byte*>& areas) : ra
 }
 
 void FlatExchange::publish(Signature signature, const void* payload, std::uint64_t bytes) {
-  ++sequence_;
-  FlatSlot& slot = mine_->slots[sequence_ & 1];
+  const std::uint64_t sequence = this->sequence() + 1;
+  sequence_.store(sequence, std::memory_order_relaxed);
+  FlatSlot& slot = mine_->slots[sequence & 1];
   slot.signature = signature;
   slot.bytes = bytes;
   if (bytes == 8) {
@@ -25,7 +26,7 @@ void FlatExchange::publish(Signature signature, const void* payload, std::uint64
   }
   // No fence: it would wait for the cache line before the peers' lines may be asked for. Sleepers
   // pay instead (platform::process_barrier).
-  slot.sequence.store(sequence_, std::memory_order_release);
+  slot.sequence.store(sequence, std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 

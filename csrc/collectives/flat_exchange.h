@@ -44,12 +44,12 @@ class FlatExchange {
   void publish(Signature signature, const void* payload, std::uint64_t bytes);
 
   bool has_arrived(Rank peer) const {
-    return slot(peer).sequence.load(std::memory_order_acquire) == sequence_;
+    return slot(peer).sequence.load(std::memory_order_acquire) == sequence();
   }
   // The word that changes when `peer` arrives, and the value that it then has; for sleeping on.
   const std::atomic<std::uint64_t>* arrival_word(Rank peer) const { return &slot(peer).sequence; }
   const std::atomic<std::uint64_t>* my_word() const { return &slot(rank_).sequence; }
-  std::uint64_t sequence() const { return sequence_; }
+  std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
 
   // Of a peer that has arrived.
   Signature signature(Rank peer) const { return slot(peer).signature; }
@@ -63,13 +63,13 @@ class FlatExchange {
 
  private:
   const FlatSlot& slot(Rank peer) const {
-    return areas_[static_cast<std::size_t>(peer)]->slots[sequence_ & 1];
+    return areas_[static_cast<std::size_t>(peer)]->slots[sequence() & 1];
   }
 
   const Rank rank_;
   std::vector<const FlatArea*> areas_;
   FlatArea* mine_;
-  std::uint64_t sequence_ = 0;
+  std::atomic<std::uint64_t> sequence_{0};  // read by others only to wake sleepers
 };
 
 // Publishes what `request` contributes, and, once all have arrived, writes its result.

@@ -74,6 +74,9 @@ bool ScheduleRun::advance_lane(ActiveLane& lane) {
       lane.issued = true;
       moved = true;
     }
+    if (lane.send.state == TransferState::kPending || lane.recv.state == TransferState::kPending) {
+      look_for_departed(lane, step);
+    }
     if (lane.send.state == TransferState::kFailed) {
       fail(step.peer, lane.send);
       return true;
@@ -93,6 +96,20 @@ bool ScheduleRun::advance_lane(ActiveLane& lane) {
     moved = true;
   }
   return moved;
+}
+
+// A rank that left the group needs nothing more, and sends nothing more.
+void ScheduleRun::look_for_departed(ActiveLane& lane, const Step& step) {
+  const auto link = [&](Rank peer) { return group_.links[static_cast<std::size_t>(peer)]; };
+  if (lane.send.state == TransferState::kPending && group_.has_departed(step.peer)) {
+    link(step.peer)->cancel(lane.send);
+    lane.send.state = TransferState::kDone;
+  }
+  const Rank from = step.kind == StepKind::kExchange ? step.from : step.peer;
+  if (lane.recv.state == TransferState::kPending && group_.has_departed(from)) {
+    link(from)->cancel(lane.recv);
+    lane.recv.status = Status::error(StatusCode::kPeerLost, "it left the group");
+  }
 }
 
 void ScheduleRun::prepare(Transfer& transfer, const Step& step, std::byte* data) {
@@ -148,7 +165,7 @@ void ScheduleRun::complete(ActiveLane& lane, const Step& step) {
     const std::byte* high = group_.rank < step.peer ? lane.scratch.get() : mine;
     kernels.combine(mine, low, high, step.count, request_.dtype, request_.op);
   } else if (step.kind == StepKind::kScale) {
-    const double factor = request_.scale(group_.world_size);
+    const double factor = scales_first(request_) ? 1.0 : request_.scale(group_.world_size);
     if (factor != 1.0) kernels.scale(mine, step.count, request_.dtype, factor);
   } else if (step.kind == StepKind::kFold) {
     fold(step);

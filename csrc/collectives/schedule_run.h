@@ -8,9 +8,14 @@
 
 namespace pycomm::collectives {
 
+// Whether an average divides the inputs before it adds them: sums of halves overflow at 65504,
+// which the average need not. Their owners do it before the schedule runs.
+inline bool scales_first(const OpRequest& request) {
+  return request.op == ReduceOp::kAvg && request.dtype == DType::kFloat16;
+}
+
 class ScheduleRun {
- public:
-  // The request's input has been copied to where the schedule works on it, in output.
+ public:  // The request's input has been copied to where the schedule works on it, in output.
   ScheduleRun(GroupContext& group, const OpRequest& request, Schedule schedule);
   ~ScheduleRun();
 
@@ -38,6 +43,7 @@ class ScheduleRun {
   const Step& step_of(const ActiveLane& lane) const {
     return schedule_.steps[lane.lane->first + lane.at];
   }
+  void look_for_departed(ActiveLane& lane, const Step& step);
   void issue(ActiveLane& lane, const Step& step);
   void complete(ActiveLane& lane, const Step& step);
   void fold(const Step& step);

@@ -24,6 +24,7 @@ using transport::tcp::Membership;
 // One stranger that connects and says nothing may not hold up a group for longer.
 constexpr TimeNs kHandshakeNs = 5'000'000'000;
 constexpr std::size_t kPendingMax = 64;
+constexpr std::int64_t kRetryNs = 20'000'000;
 
 TimeNs handshake_deadline(TimeNs deadline) {
   return std::min(deadline, real_clock().now_ns() + kHandshakeNs);
@@ -36,7 +37,8 @@ Status about_rank(const Status& status, Rank rank, const char* doing) {
 }
 
 // Drives a membership over a stream until done.
-Status drive(Membership& membership, int fd, TimeNs deadline) {
+// *was_heard tells whether the peer said anything at all.
+Status drive(Membership& membership, int fd, TimeNs deadline, bool* was_heard) {
   std::string out = membership.start();
   for (;;) {
     while (!out.empty()) {
@@ -53,6 +55,7 @@ Status drive(Membership& membership, int fd, TimeNs deadline) {
     const std::size_t want = std::min(sizeof buffer, membership.wanted());
     const platform::IoResult got = platform::read_some(fd, buffer, want);
     if (got.outcome == platform::IoOutcome::kMoved) {
+      *was_heard = true;
       PYCOMM_RETURN_IF_ERROR(membership.feed({buffer, got.bytes}, &out));
     } else if (got.outcome == platform::IoOutcome::kWouldBlock) {
       if (real_clock().now_ns() > deadline) {
@@ -113,9 +116,9 @@ class Connector {
 
   // --- shared memory
   Status connect_shm(const Hello& theirs) {
-    auto socket = platform::connect_local(theirs.local_name);
+    auto socket = platform::connect_local(theirs.local_name, deadline_);
     if (!socket.is_ok()) return socket.status();
-    const TimeNs until = handshake_deadline(deadline_);
+    const TimeNs until = deadline_;  // the peer may have others to serve, or to reach, first
     PYCOMM_RETURN_IF_ERROR(
         platform::send_with_fds(socket.value().get(), "shm " + engine_.process_id(), {}, until));
     return establish_shm(std::move(socket).value(), theirs.process_id, until);
@@ -179,7 +182,7 @@ class Connector {
           "a file of mode 0600 (head -c 32 /dev/urandom | base64 > secret), copy it to every host "
           "and set PYCOMM_SECRET_FILE to its path");
     }
-    auto socket = platform::connect_local(acceptor.local_name);
+    auto socket = platform::connect_local(acceptor.local_name, deadline_);
     if (!socket.is_ok()) return socket.status();
     auto credentials = platform::peer_credentials(socket.value().get());
     if (!credentials.is_ok()) return credentials.status();
@@ -207,12 +210,18 @@ class Connector {
     const std::string address =
         is_local && options_.bind_address.empty() ? "127.0.0.1" : theirs.tcp_address;
     if (!is_local) PYCOMM_RETURN_IF_ERROR(announce_plaintext(address));
-    auto stream = platform::connect_tcp(address, theirs.tcp_port, deadline_);
-    if (!stream.is_ok()) return stream.status();
-    Membership membership = Membership::connector(secret.value(), engine_.process_id(),
-                                                  theirs.process_id, platform::random_hex128());
-    PYCOMM_RETURN_IF_ERROR(drive(membership, stream.value().get(), deadline_));
-    return add_tcp(std::move(stream).value(), theirs.process_id);
+    for (;;) {
+      auto stream = platform::connect_tcp(address, theirs.tcp_port, deadline_);
+      if (!stream.is_ok()) return stream.status();
+      Membership membership = Membership::connector(secret.value(), engine_.process_id(),
+                                                    theirs.process_id, platform::random_hex128());
+      bool was_heard = false;
+      Status status = drive(membership, stream.value().get(), deadline_, &was_heard);
+      if (status.is_ok()) return add_tcp(std::move(stream).value(), theirs.process_id);
+      // Cut off before a word: the acceptor made room for others. It will listen again.
+      if (was_heard || real_clock().now_ns() > deadline_) return status;
+      platform::sleep_ns(kRetryNs);
+    }
   }
 
   Status announce_plaintext(const std::string& address) {
@@ -239,8 +248,9 @@ class Connector {
   bool accept_tcp() {
     bool moved = false;
     UniqueFd fd = platform::accept_one(engine_.tcp_listener().fd.get());
-    if (fd && pending_.size() < kPendingMax && platform::crypto_viability().viable &&
-        platform::configure_stream(fd.get()).is_ok()) {
+    // The oldest makes room: who proves membership does so at once, strangers linger.
+    if (fd && pending_.size() >= kPendingMax) pending_.erase(pending_.begin());
+    if (fd && platform::crypto_viability().viable && platform::configure_stream(fd.get()).is_ok()) {
       const std::string& secret =
           options_.secret.empty() ? engine_.local_secret() : options_.secret;
       pending_.push_back(
@@ -319,7 +329,8 @@ Result<std::vector<Hello>> exchange(Store& store, const std::string& group_name,
     if (!text.is_ok()) return about_rank(text.status(), r, "waiting for the hello of");
     auto hello = decode(text.value());
     if (!hello.is_ok()) return about_rank(hello.status(), r, "reading the hello of");
-    hellos.push_back(std::move(hello).value());
+    // One's own is not taken from the store.
+    hellos.push_back(r == rank ? mine : std::move(hello).value());
   }
   return hellos;
 }

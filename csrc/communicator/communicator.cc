@@ -1,11 +1,14 @@
 // The composition root: an engine, a bootstrap, a group, and the thin path of a small operation.
 #include "pycomm/communicator.h"
 
-#include "base/check.h"
+#include <cstring>
+
+#include "base/hash.h"
 #include "base/log.h"
 #include "communicator/bootstrap.h"
 #include "communicator/engine.h"
 #include "communicator/fork_guard.h"
+#include "platform/crypto.h"
 #include "platform/futex.h"
 #include "platform/system.h"
 
@@ -23,7 +26,8 @@ using platform::real_clock;
 
 // How a caller waits for a slot: look, then yield to others on this processor, then sleep in the
 // kernel. The first two are bounded so that ranks that share a processor get on.
-constexpr int kLooksBeforeClock = 4'000;
+constexpr int kLooksBeforeYield = 4'000;
+constexpr int kLooksIfCrowded = 20;
 constexpr TimeNs kYieldNs = 100'000;
 constexpr std::int64_t kSleepSliceNs = 50'000'000;
 constexpr std::int64_t kUnfencedSleepNs = 1'000'000;
@@ -42,14 +46,18 @@ class CommunicatorImpl final : public Communicator {
     engine_->remove_group(group_);
     links_.clear();
     group_.reset();
-    engine_->release_user();
+    if (releases_user_) engine_->release_user();
   }
+
+  // The caller of Engine::acquire() releases it, not this object.
+  void keep_user() { releases_user_ = false; }
 
   Rank rank() const override { return group_->context.rank; }
   int world_size() const override { return group_->context.world_size; }
 
   Status run(const OpRequest& request) override {
     PYCOMM_RETURN_IF_ERROR(check_usable(request));
+    if (group_->is_in_handler_here()) return refuse_in_handler();
     const bool is_small = collectives::is_flat(group_->context.shape, request.bytes());
     if (is_small && group_->num_queued() == 0 && group_->try_own()) {
       if (group_->is_queue_empty() && !group_->has_failed()) {
@@ -75,6 +83,8 @@ class CommunicatorImpl final : public Communicator {
     auto operation = std::make_shared<QueuedOperation>(engine_, request);
     if (Status status = check_usable(request); !status.is_ok()) {
       operation->complete(status);
+    } else if (group_->is_in_handler_here()) {
+      operation->complete(refuse_in_handler());
     } else {
       engine_->submit(*group_, operation, false);
     }
@@ -92,17 +102,21 @@ class CommunicatorImpl final : public Communicator {
   }
 
   Result<std::byte*> allocate_shared(std::uint64_t bytes) override {
-    if (engine_->host() == nullptr) {
+    if (is_inherited() || engine_->host() == nullptr) {
       return Status::error(StatusCode::kSystem, "no shared memory: " + engine_->shm_refusal());
     }
     return engine_->host()->allocate_arena(bytes);
   }
-  void free_shared(std::byte* data) override { engine_->host()->free_arena(data); }
+  void free_shared(std::byte* data) override {
+    if (!is_inherited()) engine_->host()->free_arena(data);
+  }
 
   std::vector<FlightRecord> flight_records() const override {
     return group_->recorder.snapshot(group_->last_op_number());
   }
-  std::vector<PeerStats> peer_stats() const override { return engine_->peer_stats(*group_); }
+  std::vector<PeerStats> peer_stats() const override {
+    return is_inherited() ? std::vector<PeerStats>() : engine_->peer_stats(*group_);
+  }
 
  private:
   // Whether this process was forked after the group was created.
@@ -149,9 +163,11 @@ class CommunicatorImpl final : public Communicator {
 
   bool await_peer(Rank peer) const {
     const collectives::FlatExchange& flat = *group_->context.flat;
-    for (int looks = 0; looks < kLooksBeforeClock; ++looks) {
-      if (flat.has_arrived(peer)) return true;
+    if (flat.has_arrived(peer)) return true;
+    const int looks = engine_->crowding().is_crowded() ? kLooksIfCrowded : kLooksBeforeYield;
+    for (int i = 0; i < looks; ++i) {
       base::spin_pause();
+      if (flat.has_arrived(peer)) return true;
     }
     return false;
   }
@@ -160,12 +176,13 @@ class CommunicatorImpl final : public Communicator {
     Group& group = *group_;
     const collectives::FlatExchange& flat = *group.context.flat;
     const TimeNs start = real_clock().now_ns();
-    const std::int64_t timeout = request.timeout_ms >= 0 ? request.timeout_ms : group.timeout_ms;
+    const std::int64_t timeout =
+        request.timeout_ms >= 0 ? request.timeout_ms : group.timeout_ms.load();
     const TimeNs deadline = base::deadline_after(start, timeout);
     while (!flat.has_arrived(peer)) {
       if (group.has_failed()) return group.failure();
       // In this order: a notice of who failed is taken in before the goodbye behind it.
-      if (group.has_departed(peer) && !flat.has_arrived(peer) && !group.has_failed()) {
+      if (group.context.has_departed(peer) && !flat.has_arrived(peer) && !group.has_failed()) {
         return Status::error(
             StatusCode::kPeerLost,
             "rank " + std::to_string(peer) + " was lost: it left the group before this operation",
@@ -179,15 +196,29 @@ class CommunicatorImpl final : public Communicator {
                              peer);
       }
       if (now - start < kYieldNs) {
-        platform::yield_thread();
+        engine_->crowding().yield();
         continue;
       }
       sleep_on(peer, std::min(deadline - now, kSleepSliceNs));
-      if (group.is_interrupted && group.is_interrupted()) {
+      if (is_interrupted()) {
         return Status::error(StatusCode::kAborted, "interrupted while waiting");
       }
     }
     return Status();
+  }
+
+  // Runs signal handlers, which may come back to this group.
+  bool is_interrupted() {
+    if (!group_->is_interrupted) return false;
+    group_->set_in_handler(true);
+    const bool result = group_->is_interrupted();
+    group_->set_in_handler(false);
+    return result;
+  }
+
+  static Status refuse_in_handler() {
+    return Status::error(StatusCode::kInvalidUsage,
+                         "called from a signal handler inside an operation of the same group");
   }
 
   void sleep_on(Rank peer, std::int64_t timeout_ns) {
@@ -214,6 +245,7 @@ class CommunicatorImpl final : public Communicator {
   std::shared_ptr<Group> group_;
   std::vector<std::shared_ptr<transport::CoreLink>> links_;
   const std::uint64_t generation_ = fork_generation();
+  bool releases_user_ = true;
 };
 
 Hello make_hello(Engine& engine, int world_size, const Options& options) {
@@ -276,8 +308,8 @@ Status share_flat_areas(Engine& engine, Group& group,
   for (std::size_t r = 0; r < links.size(); ++r) {
     if (links[r] == nullptr) continue;
     const std::string who = "rank " + std::to_string(r);
-    while ((areas[r] = links[r]->remote_memory()->map(region)) == nullptr) {
-      if (const Viability v = links[r]->is_viable(); !v.viable) {
+    while ((areas[r] = links[r]->remote_memory()->map(region, sizeof(FlatArea))) == nullptr) {
+      if (const Viability v = engine.viability_of(*links[r]); !v.viable) {
         return Status::error(StatusCode::kPeerLost, who + " was lost: " + v.reason,
                              static_cast<Rank>(r));
       }
@@ -287,13 +319,43 @@ Status share_flat_areas(Engine& engine, Group& group,
       }
       platform::sleep_ns(50'000);
     }
-    group.context.shared.bases[r] = links[r]->remote_memory()->map(kArenaRegion);
+    group.context.shared.bases[r] =
+        links[r]->remote_memory()->map(kArenaRegion, group.context.shared.bytes);
     if (group.context.shared.bases[r] == nullptr) {
       return Status::error(StatusCode::kInternal, who + " exposes no arena");
     }
     group.peer_flags.push_back(transport::shm::peer_flags(*links[r]));
   }
   group.context.flat = std::make_unique<collectives::FlatExchange>(group.context.rank, areas);
+  return Status();
+}
+
+// The first operation of a group, over links that proved membership: did the store show everyone
+// the same hellos in the same order?
+Status confirm(Communicator& communicator, const std::vector<Hello>& hellos) {
+  std::string all;
+  for (const Hello& hello : hellos) all += encode(hello) + "\n";
+  platform::Mac mine{};
+  if (platform::crypto_viability().viable) {
+    mine = platform::hmac_sha256("pycomm hellos", all);
+  } else {  // then all links are of one host and user, and the store is no stranger's
+    const std::uint64_t hash = base::fnv1a(all);
+    std::memcpy(mine.data(), &hash, sizeof hash);
+  }
+  std::vector<platform::Mac> theirs(hellos.size());
+  OpRequest request;
+  request.kind = OpKind::kAllGather;
+  request.count = mine.size();
+  request.input = reinterpret_cast<const std::byte*>(mine.data());
+  request.output = reinterpret_cast<std::byte*>(theirs.data());
+  PYCOMM_RETURN_IF_ERROR(communicator.run(request));
+  for (std::size_t r = 0; r < theirs.size(); ++r) {
+    if (theirs[r] == mine) continue;
+    return Status::error(StatusCode::kInternal,
+                         "the rendezvous store showed rank " + std::to_string(r) +
+                             " another group than rank " + std::to_string(communicator.rank()),
+                         static_cast<Rank>(r));
+  }
   return Status();
 }
 
@@ -325,14 +387,26 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
   }
   context.shape.shares_memory = all_share;
   for (const auto& link : links.value()) context.links.push_back(link.get());
+  context.departed = std::make_unique<std::atomic<bool>[]>(static_cast<std::size_t>(world_size));
+  if (engine->knows_group(context.group)) {
+    return Status::error(StatusCode::kInternal, "the store handed out one group's number twice");
+  }
   if (all_share) {
-    PYCOMM_RETURN_IF_ERROR(share_flat_areas(*engine, *group, links.value(), deadline));
+    if (Status status = share_flat_areas(*engine, *group, links.value(), deadline);
+        !status.is_ok()) {
+      engine->discard_group(*group, status);
+      return status;
+    }
   }
   std::vector<std::string> process_ids;
   for (const Hello& hello : hellos.value()) process_ids.push_back(hello.process_id);
   engine->add_group(group, process_ids);
-  return std::unique_ptr<Communicator>(
-      new CommunicatorImpl(engine, group, std::move(links).value()));
+  auto communicator = std::make_unique<CommunicatorImpl>(engine, group, std::move(links).value());
+  if (Status status = confirm(*communicator, hellos.value()); !status.is_ok()) {
+    communicator->keep_user();
+    return status;
+  }
+  return std::unique_ptr<Communicator>(std::move(communicator));
 }
 
 }  // namespace

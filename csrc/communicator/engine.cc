@@ -88,7 +88,6 @@ Status Engine::start(const Options& options) {
   auto local = platform::listen_local(local_name_);
   if (!local.is_ok()) return local.status();
   local_listener_ = std::move(local).value();
-  forget_after_fork(local_listener_.get());
   if (options.transport == TransportChoice::kTcp) {
     shm_refusal_ = "PYCOMM_TRANSPORT=tcp";
   } else if (auto host = transport::shm::Host::create(); host.is_ok()) {
@@ -102,6 +101,7 @@ Status Engine::start(const Options& options) {
   auto tcp = platform::listen_tcp(options.bind_address);
   if (!tcp.is_ok()) return tcp.status();
   tcp_listener_ = std::move(tcp).value();
+  forget_after_fork(local_listener_.get());
   forget_after_fork(tcp_listener_.fd.get());
   progress_thread_ = std::thread([this] { progress_loop(); });
   return Status();
@@ -124,16 +124,18 @@ void Engine::stop() {
     std::lock_guard lock(mutex_);
     for (auto& [id, peer] : links_) peer.link->close();
     const TimeNs deadline = real_clock().now_ns() + kGoodbyeNs;
-    const auto all_flushed = [&] {
-      return std::all_of(links_.begin(), links_.end(), [](const auto& item) {
-        return item.second.link->has_ended() || item.second.link->is_flushed();
-      });
-    };
-    do {
-      for (auto& [id, peer] : links_) peer.link->progress();
-      if (all_flushed()) break;
-      platform::yield_thread();
-    } while (real_clock().now_ns() < deadline);
+    // Until everything has left, and, over TCP, until the peer has taken it and closed.
+    for (bool open = true; open && real_clock().now_ns() < deadline;) {
+      open = false;
+      for (auto& [id, peer] : links_) {
+        CoreLink& link = *peer.link;
+        link.progress();
+        if (link.has_ended()) continue;
+        if (link.is_flushed()) link.end_writing();
+        open |= !link.is_flushed() || link.awaits_peers_end();
+      }
+      if (open) platform::yield_thread();
+    }
   }
   is_stopping_ = true;
   kick();
@@ -152,11 +154,17 @@ void Engine::stop() {
       thread.join();
     }
   }
+  std::vector<std::shared_ptr<void>> disposals;  // let go without a lock, at the end
+  {
+    std::lock_guard lock(completion_mutex_);
+    disposals.swap(disposals_);
+  }
+  std::vector<Grave> graves;
   std::lock_guard lock(mutex_);
+  graves.swap(graves_);
   forget_no_more(local_listener_.get());
   forget_no_more(tcp_listener_.fd.get());
   for (auto& [id, peer] : links_) forget_no_more(peer.link->fd());
-  graves_.clear();
   links_.clear();
 }
 
@@ -167,7 +175,13 @@ Engine::~Engine() { PYCOMM_CHECK(is_stopped_ || !progress_thread_.joinable()); }
 std::shared_ptr<CoreLink> Engine::find_link(const std::string& process_id) {
   std::lock_guard lock(mutex_);
   const auto it = links_.find(process_id);
-  return it == links_.end() ? nullptr : it->second.link;
+  if (it == links_.end()) return nullptr;
+  if (it->second.link->is_viable().viable) return it->second.link;
+  // Groups that still hold it keep the object; a new group gets a new connection.
+  if (it->second.token != 0) poller_.remove(it->second.link->fd());
+  forget_no_more(it->second.link->fd());
+  links_.erase(it);
+  return nullptr;
 }
 
 Status Engine::add_link(const std::string& process_id, std::shared_ptr<CoreLink> link) {
@@ -204,13 +218,38 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
               Group::Tell::kNobody);
   group->own();
   std::lock_guard lock(mutex_);
-  for (Link* link : group->context.links) {
-    if (link != nullptr) link->retire(group->context.group, UINT64_MAX);
-  }
+  leave(group->context, {group->context.group, StatusCode::kOk, group->context.rank});
   std::erase_if(members_, [&](const Member& member) { return member.group == group; });
   bury(*group);
   sweep_graves();
   group->release();
+}
+
+void Engine::leave(collectives::GroupContext& context, const transport::GroupNotice& notice) {
+  for (Link* link : context.links) {
+    if (link == nullptr) continue;
+    static_cast<CoreLink*>(link)->send_notice(notice);
+    link->progress();
+    link->retire(context.group, UINT64_MAX);
+  }
+}
+
+void Engine::discard_group(Group& group, const Status& why) {
+  std::lock_guard lock(mutex_);
+  leave(group.context, {group.context.group, why.code(), group.context.rank});
+  bury(group);
+  sweep_graves();
+}
+
+Viability Engine::viability_of(CoreLink& link) {
+  std::lock_guard lock(mutex_);
+  return link.is_viable();
+}
+
+bool Engine::knows_group(std::uint64_t group_id) {
+  std::lock_guard lock(mutex_);
+  return std::any_of(members_.begin(), members_.end(),
+                     [&](const Member& member) { return member.group->context.group == group_id; });
 }
 
 void Engine::bury(Group& group) {
@@ -221,8 +260,8 @@ void Engine::bury(Group& group) {
   grave.area = group.flat_area;
   grave.quarantine = std::move(group.context.quarantine);
   for (Link* link : group.context.links) {
-    for (auto& [id, peer] : links_) {
-      if (peer.link.get() == link) grave.links.push_back(peer.link);
+    if (link != nullptr) {
+      grave.links.push_back(static_cast<CoreLink*>(link)->shared_from_this());
     }
   }
   group.flat_area = nullptr;
@@ -234,13 +273,15 @@ void Engine::sweep_graves() {
   std::erase_if(graves_, [&](Grave& grave) {
     for (const auto& link : grave.links) {
       if (link->has_ended()) continue;
-      const std::byte* theirs = link->remote_memory()->map(grave.region);
+      const std::byte* theirs =
+          link->remote_memory()->map(grave.region, sizeof(collectives::FlatArea));
       if (theirs == nullptr) continue;
       const auto* area = reinterpret_cast<const collectives::FlatArea*>(theirs);
       if (area->is_closed.load() == 0) return false;
     }
     for (const auto& link : grave.links) link->remote_memory()->withdraw(grave.region);
     host_->free_segment(grave.area);
+    for (auto& memory : grave.quarantine) dispose(std::move(memory));
     return true;
   });
 }
@@ -252,6 +293,11 @@ void Engine::take_notices(const std::string& process_id, CoreLink& link) {
       if (member.group->context.group != notice.group) continue;
       const auto& ids = member.process_ids;
       const auto from = std::find(ids.begin(), ids.end(), process_id) - ids.begin();
+      if (from == static_cast<std::ptrdiff_t>(ids.size())) continue;  // no member says so
+      if (notice.code == StatusCode::kOk) {
+        member.group->note_peer_departed(static_cast<Rank>(from));
+        continue;
+      }
       const std::string who = "rank " + std::to_string(notice.rank);
       const std::string what = notice.rank == kNoRank ? std::string(to_string(notice.code))
                                : notice.code == StatusCode::kPeerLost

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <thread>
 
+#include "communicator/crowding.h"
 #include "communicator/group.h"
 #include "platform/poller.h"
 #include "platform/sockets.h"
@@ -49,6 +50,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const platform::TcpListener& tcp_listener() const { return tcp_listener_; }
   const std::string& local_secret() const { return local_secret_; }
   std::mutex& creation_mutex() { return creation_mutex_; }
+  Crowding& crowding() { return crowding_; }
 
   // --- links, by the peer's process id
   std::shared_ptr<transport::CoreLink> find_link(const std::string& process_id);
@@ -58,6 +60,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void add_group(const std::shared_ptr<Group>& group,
                  const std::vector<std::string>& process_ids_by_rank);
   void remove_group(const std::shared_ptr<Group>& group);
+  // Of a group that did not come together: tells the others, takes its memory back.
+  void discard_group(Group& group, const Status& why);
+  Viability viability_of(transport::CoreLink& link);
+  bool knows_group(std::uint64_t group_id);
 
   // --- operations
   // `caller_waits`: wait() follows at once, so the progress thread need not be woken.
@@ -70,6 +76,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Runs on a completion thread. A callback may wait for another operation's callback: whoever
   // waits inside one holds up no other.
   void run_later(std::function<void()> callback);
+  // Lets go of a user's memory where no lock is held: that may run the user's code, or wait for a
+  // lock of the user's that is held by someone who waits for us.
+  void dispose(std::shared_ptr<void> memory);
 
   std::vector<PeerStats> peer_stats(const Group& group);
 
@@ -100,12 +109,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void watch_links();
   void take_notices(const std::string& process_id, transport::CoreLink& link);
   void tell_failures();
+  void leave(collectives::GroupContext& context, const transport::GroupNotice& notice);
   void bury(Group& group);
   void sweep_graves();
   bool is_active() const { return num_active_.load() > 0; }
   void progress_loop();
   void sleep_until_event();
   void completion_loop();
+  void flush_disposals();
+  void dispatch(const std::vector<platform::Poller::Event>& events);
   void arm_bell();
   void begin_running();
   void end_running();
@@ -119,6 +131,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   platform::UniqueFd local_listener_;
   platform::TcpListener tcp_listener_;
   std::mutex creation_mutex_;
+  Crowding crowding_;
 
   std::mutex mutex_;
   platform::Poller poller_;
@@ -139,6 +152,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex completion_mutex_;
   std::condition_variable completion_changed_;
   std::deque<std::function<void()>> completions_;
+  std::vector<std::shared_ptr<void>> disposals_;
   std::vector<std::thread> completion_threads_;
   std::size_t num_idle_completers_ = 0;
 };

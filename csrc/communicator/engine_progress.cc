@@ -1,6 +1,8 @@
 // How the engine moves: in a waiting caller, in its own thread, or asleep until someone rings.
 #include <algorithm>
+#include <exception>
 
+#include "base/log.h"
 #include "communicator/engine.h"
 #include "platform/futex.h"
 #include "platform/system.h"
@@ -13,7 +15,8 @@ using platform::real_clock;
 
 // A waiting caller looks this often without a pause, then yields, then parks and leaves the rest
 // to the progress thread.
-constexpr int kSpinsBeforeYield = 2'000;
+constexpr int kSpinsBeforeYield = 300;
+constexpr int kSpinsIfCrowded = 2;
 constexpr TimeNs kRunBeforeParkNs = 300'000;
 constexpr std::int64_t kParkSliceNs = 50'000'000;
 // The progress thread yields this often while operations are open, before it sleeps.
@@ -23,6 +26,8 @@ constexpr std::int64_t kUnfencedSleepNs = 1'000'000;
 constexpr std::int64_t kActiveSleepNs = 100'000'000;
 // Callbacks that wait inside one another, at most.
 constexpr std::size_t kCompletersMax = 64;
+// Memory of finished operations is let go in batches, and when the engine goes to sleep.
+constexpr std::size_t kDisposalsMax = 32;
 constexpr std::int64_t kRunnerPauseNs = 500'000;
 
 }  // namespace
@@ -72,7 +77,8 @@ void Engine::submit(Group& group, std::shared_ptr<QueuedOperation> operation, bo
 }
 
 void Engine::abort_group(Group& group, const Status& status, Group::Tell tell) {
-  group.mark_failed(status, tell);  // a caller that waits inside an exchange lets go
+  group.mark_failed(status, tell);                // a caller that waits inside an exchange lets go
+  if (group.is_in_handler_here()) return kick();  // and is below us on this very stack
   group.own();
   std::lock_guard lock(mutex_);
   group.fail(status, tell);
@@ -97,10 +103,10 @@ Status Engine::wait(QueuedOperation& operation, std::int64_t timeout_ms) {
       last_move = now;
     } else if (now - last_move > kRunBeforeParkNs || now >= deadline) {
       break;
-    } else if (idle < kSpinsBeforeYield) {
+    } else if (idle < (crowding_.is_crowded() ? kSpinsIfCrowded : kSpinsBeforeYield)) {
       base::spin_pause();
     } else {
-      platform::yield_thread();
+      crowding_.yield();
     }
   }
   end_running();
@@ -147,7 +153,14 @@ void Engine::progress_loop() {
   int yields = 0;
   while (!is_stopping_.load()) {
     if (num_runners_.load() > 0) {
+      // The runner moves the links; only ends of peers' sockets are for this thread to see.
       platform::sleep_ns(kRunnerPauseNs);
+      std::vector<platform::Poller::Event> events;
+      poller_.wait(0, &events);
+      if (!events.empty()) {
+        std::lock_guard lock(mutex_);
+        dispatch(events);
+      }
       continue;
     }
     bool moved;
@@ -168,6 +181,7 @@ void Engine::progress_loop() {
 }
 
 void Engine::sleep_until_event() {
+  flush_disposals();
   is_asleep_.store(true);
   if (num_runners_.load() == 0) arm_bell();
   std::int64_t timeout = is_active() ? kActiveSleepNs : kIdleSleepNs;
@@ -190,6 +204,10 @@ void Engine::sleep_until_event() {
   is_asleep_.store(false);
   if (host_) host_->header().bell_armed.store(transport::shm::kBellOff);
   std::lock_guard lock(mutex_);
+  dispatch(events);
+}
+
+void Engine::dispatch(const std::vector<platform::Poller::Event>& events) {
   for (const platform::Poller::Event& event : events) {
     if (event.token == kKickToken) kick_bell_.clear();
     if (event.token == kDoorbellToken) host_->doorbell().clear();
@@ -201,11 +219,38 @@ void Engine::sleep_until_event() {
 
 // ---------------------------------------------------------------- completions
 
+void Engine::dispose(std::shared_ptr<void> memory) {
+  if (!memory) return;
+  bool is_many;
+  {
+    std::lock_guard lock(completion_mutex_);
+    disposals_.push_back(std::move(memory));
+    is_many = disposals_.size() >= kDisposalsMax;
+  }
+  if (is_many) flush_disposals();
+}
+
+void Engine::flush_disposals() {
+  auto batch = std::make_shared<std::vector<std::shared_ptr<void>>>();
+  {
+    std::lock_guard lock(completion_mutex_);
+    // After the end, stop() lets go of the rest.
+    if (disposals_.empty() || is_stopping_.load()) return;
+    batch->swap(disposals_);
+  }
+  run_later([batch] { batch->clear(); });
+}
+
 void Engine::run_later(std::function<void()> callback) {
-  std::lock_guard lock(completion_mutex_);
+  std::unique_lock lock(completion_mutex_);
+  if (is_stopping_.load()) {  // no thread is left to do it
+    lock.unlock();
+    callback();
+    return;
+  }
   completions_.push_back(std::move(callback));
   const bool all_are_busy = num_idle_completers_ < completions_.size();
-  if (all_are_busy && completion_threads_.size() < kCompletersMax && !is_stopping_.load()) {
+  if (all_are_busy && completion_threads_.size() < kCompletersMax) {
     completion_threads_.emplace_back([self = shared_from_this()] { self->completion_loop(); });
   }
   completion_changed_.notify_one();
@@ -222,7 +267,12 @@ void Engine::completion_loop() {
     std::function<void()> callback = std::move(completions_.front());
     completions_.pop_front();
     lock.unlock();
-    callback();
+    try {
+      callback();
+    } catch (const std::exception& error) {
+      base::log(base::LogLevel::kError,
+                std::string("a completion callback threw: ") + error.what());
+    }
     callback = nullptr;
     lock.lock();
   }

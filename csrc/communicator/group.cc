@@ -12,6 +12,7 @@ namespace {
 
 // How long a failure waits for the word that explains it; a death is noticed within a millisecond.
 constexpr base::TimeNs kLossGraceNs = 400'000'000;
+constexpr int kTurnsMax = 4;
 
 }  // namespace
 
@@ -23,19 +24,22 @@ Status QueuedOperation::status() const {
 }
 
 void QueuedOperation::complete(Status status) {
+  std::shared_ptr<void> keepalive;
   std::vector<std::function<void()>> callbacks;
   {
     std::lock_guard lock(mutex_);
     status_ = std::move(status);
     callbacks.swap(callbacks_);
-    request_.keepalive.reset();
+    keepalive.swap(request_.keepalive);
     done_.store(true, std::memory_order_release);
   }
+  engine_->dispose(std::move(keepalive));
   changed_.notify_all();
   for (auto& callback : callbacks) engine_->run_later(std::move(callback));
 }
 
 void QueuedOperation::on_done(std::function<void()> callback) {
+  if (generation_ != fork_generation()) return;  // nobody is here to finish it
   {
     std::lock_guard lock(mutex_);
     if (!is_done()) {
@@ -52,9 +56,11 @@ void QueuedOperation::park(std::int64_t timeout_ns) {
 }
 
 Status QueuedOperation::wait(std::int64_t timeout_ms) {
-  if (!is_done()) {
-    PYCOMM_RETURN_IF_ERROR(engine_->wait(*this, timeout_ms));
+  if (generation_ != fork_generation()) {
+    return Status::error(StatusCode::kInvalidUsage,
+                         "this process was forked after the operation began; it is the parent's");
   }
+  if (!is_done()) PYCOMM_RETURN_IF_ERROR(engine_->wait(*this, timeout_ms));
   return status();
 }
 
@@ -76,11 +82,15 @@ bool Group::advance(base::TimeNs now) {
   QueuedOperation& operation = *queue_.front();
   if (!current_) {
     const OpRequest& request = operation.request();
-    const std::int64_t timeout = request.timeout_ms >= 0 ? request.timeout_ms : timeout_ms;
+    const std::int64_t timeout = request.timeout_ms >= 0 ? request.timeout_ms : timeout_ms.load();
     current_ = std::make_unique<Execution>(context, request, base::deadline_after(now, timeout));
   }
   bool moved = false;
-  while (!current_->is_finished() && current_->advance(now)) moved = true;
+  // A bounded number of turns, so that other groups and links get theirs.
+  for (int turn = 0; turn < kTurnsMax && !current_->is_finished(); ++turn) {
+    if (!current_->advance(now)) break;
+    moved = true;
+  }
   if (!current_->is_finished()) return moved;
   const Status status = current_->status();
   const bool is_loss =
@@ -89,7 +99,7 @@ bool Group::advance(base::TimeNs now) {
     // The peer may be a survivor like this one: what it says of the cause, or its own end, is
     // about to arrive and counts for more than what its silence looks like.
     if (loss_deadline_ == 0) loss_deadline_ = now + kLossGraceNs;
-    const bool has_spoken = loss_seen_ && has_departed(status.rank());
+    const bool has_spoken = loss_seen_ && context.has_departed(status.rank());
     loss_seen_ = true;
     if (!has_spoken && now < loss_deadline_) return moved;
   }
@@ -157,6 +167,13 @@ void Group::note_peer_lost(Rank peer, const Status& status) {
   mark_failed(Status::error(StatusCode::kPeerLost,
                             "rank " + std::to_string(peer) + " was lost: " + status.message(),
                             peer));
+}
+
+void Group::note_peer_departed(Rank peer) {
+  if (context.departed) {
+    context.departed[static_cast<std::size_t>(peer)].store(true, std::memory_order_release);
+  }
+  if (context.flat) platform::futex_wake_all(context.flat->arrival_word(peer));
 }
 
 base::TimeNs Group::next_deadline() const {

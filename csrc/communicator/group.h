@@ -10,10 +10,12 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <thread>
 
 #include "base/spin.h"
 #include "collectives/execution.h"
 #include "communicator/flight_recorder.h"
+#include "communicator/fork_guard.h"
 #include "transport/shm/factory.h"
 
 namespace pycomm::communicator {
@@ -41,6 +43,7 @@ class QueuedOperation final : public Operation,
 
  private:
   const std::shared_ptr<Engine> engine_;
+  const std::uint64_t generation_ = fork_generation();
   OpRequest request_;
   std::atomic<bool> done_{false};
   mutable std::mutex mutex_;
@@ -52,7 +55,7 @@ class QueuedOperation final : public Operation,
 class Group final : public collectives::Waker {
  public:
   collectives::GroupContext context;
-  std::int64_t timeout_ms = 1'800'000;
+  std::atomic<std::int64_t> timeout_ms{1'800'000};
   std::vector<transport::shm::PeerFlags> peer_flags;  // of the other ranks, if memory is shared
   std::function<bool()> is_interrupted;
   std::byte* flat_area = nullptr;  // mine
@@ -66,8 +69,12 @@ class Group final : public collectives::Waker {
   void release() { owned_.store(false, std::memory_order_release); }
 
   // --- holder only
-  std::uint64_t next_op_number() { return ++op_number_; }
-  std::uint64_t last_op_number() const { return op_number_; }
+  std::uint64_t next_op_number() {
+    const std::uint64_t next = op_number_.load(std::memory_order_relaxed) + 1;
+    op_number_.store(next, std::memory_order_relaxed);
+    return next;
+  }
+  std::uint64_t last_op_number() const { return op_number_.load(std::memory_order_relaxed); }
   void enqueue(std::shared_ptr<QueuedOperation> operation);
   bool is_queue_empty() const { return queue_.empty(); }
   // Drives the operation at the front. Needs the engine's mutex too.
@@ -85,12 +92,14 @@ class Group final : public collectives::Waker {
   bool take_untold_failure() { return untold_.exchange(false); }
   // Notes a peer's end, for callers that wait outside the engine.
   void note_peer_lost(Rank peer, const Status& status);
-  void note_peer_departed(Rank peer) {
-    departed_.fetch_or(std::uint64_t{1} << peer, std::memory_order_release);
+  void note_peer_departed(Rank peer);
+
+  // Python signal handlers run inside a wait of this thread, while it owns the group: what they ask
+  // of the group cannot wait for the owner.
+  void set_in_handler(bool is_in) {
+    handler_thread_.store(is_in ? std::this_thread::get_id() : std::thread::id());
   }
-  bool has_departed(Rank peer) const {
-    return (departed_.load(std::memory_order_acquire) >> peer & 1) != 0;
-  }
+  bool is_in_handler_here() const { return handler_thread_.load() == std::this_thread::get_id(); }
   int num_queued() const { return num_queued_.load(std::memory_order_acquire); }
 
   // After a slot was written: wakes the ranks that sleep on it.
@@ -101,7 +110,7 @@ class Group final : public collectives::Waker {
 
  private:
   std::atomic<bool> owned_{false};
-  std::uint64_t op_number_ = 0;
+  std::atomic<std::uint64_t> op_number_{0};  // written by the holder
   std::deque<std::shared_ptr<QueuedOperation>> queue_;
   std::unique_ptr<collectives::Execution> current_;
   std::atomic<int> num_queued_{0};
@@ -109,7 +118,7 @@ class Group final : public collectives::Waker {
   std::atomic<bool> untold_{false};
   base::TimeNs loss_deadline_ = 0;  // until then the current operation's loss awaits its cause
   bool loss_seen_ = false;          // the links have had a look since
-  std::atomic<std::uint64_t> departed_{0};
+  std::atomic<std::thread::id> handler_thread_{};
   mutable std::mutex failure_mutex_;
   Status failure_;
 };

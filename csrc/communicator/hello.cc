@@ -76,9 +76,10 @@ Result<Hello> decode(const std::string& text) {
   h.local_name = fields["local_name"];
   h.tcp_address = fields["tcp_address"];
   h.has_secret = fields["has_secret"] == "1";
-  const bool is_valid =
-      parse(fields["world_size"], &h.world_size) && parse(fields["tcp_port"], &h.tcp_port) &&
-      parse(fields["nonce"], &h.nonce) && is_process_id(h.process_id) && h.local_name.size() <= 100;
+  const bool is_valid = parse(fields["world_size"], &h.world_size) &&
+                        parse(fields["tcp_port"], &h.tcp_port) &&
+                        parse(fields["nonce"], &h.nonce) && h.nonce >> 63 == 0 &&
+                        is_process_id(h.process_id) && h.local_name.size() <= 100;
   if (!is_valid) return malformed;
   return h;
 }

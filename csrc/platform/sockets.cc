@@ -59,15 +59,19 @@ Result<UniqueFd> listen_local(const std::string& name) {
   return fd;
 }
 
-Result<UniqueFd> connect_local(const std::string& name) {
-  UniqueFd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+Result<UniqueFd> connect_local(const std::string& name, base::TimeNs deadline) {
+  UniqueFd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) return system_error("socket(AF_UNIX)");
   socklen_t bytes;
   const sockaddr_un address = abstract_address(name, &bytes);
-  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), bytes) != 0) {
-    return system_error("connect to a peer's local socket");
+  // EAGAIN: the listener's queue is full.
+  while (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), bytes) != 0) {
+    if (errno != EAGAIN && errno != EINTR) return system_error("connect to a peer's local socket");
+    if (real_clock().now_ns() > deadline) {
+      return Status::error(StatusCode::kTimeout, "the peer's local socket takes no connection");
+    }
+    sleep_ns(1'000'000);
   }
-  set_nonblocking(fd.get(), true);
   return fd;
 }
 
@@ -203,6 +207,13 @@ Status configure_stream(int fd) {
   if (setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one) != 0) {
     return system_error("TCP_NODELAY");
   }
+  // A host that vanishes is noticed within a minute: by probes when idle, by silence when not.
+  const int idle_s = 15, interval_s = 5, count = 6, silence_ms = 45'000;
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &silence_ms, sizeof silence_ms);
   set_nonblocking(fd, true);
   return Status();
 }
@@ -211,6 +222,8 @@ void set_nonblocking(int fd, bool nonblocking) {
   const int flags = fcntl(fd, F_GETFL);
   fcntl(fd, F_SETFL, nonblocking ? flags | O_NONBLOCK : flags & ~O_NONBLOCK);
 }
+
+void end_writing(int fd) { shutdown(fd, SHUT_WR); }
 
 IoResult write_vectors(int fd, const iovec* vectors, int count) {
   msghdr header{};

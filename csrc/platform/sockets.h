@@ -15,7 +15,7 @@ namespace pycomm::platform {
 
 // A bidirectional local stream socket in the abstract namespace: no file, gone with its owner.
 Result<UniqueFd> listen_local(const std::string& name);
-Result<UniqueFd> connect_local(const std::string& name);
+Result<UniqueFd> connect_local(const std::string& name, base::TimeNs deadline);
 // Accepts one connection of a non-blocking listener; an empty fd if there is none.
 UniqueFd accept_one(int listener);
 
@@ -43,6 +43,9 @@ Result<UniqueFd> connect_tcp(const std::string& address, std::uint16_t port, bas
 // No delay, non-blocking.
 Status configure_stream(int fd);
 void set_nonblocking(int fd, bool nonblocking);
+
+// Nothing more will be written: the peer reads to the end of file.
+void end_writing(int fd);
 
 enum class IoOutcome { kMoved, kWouldBlock, kClosed, kFailed };
 struct IoResult {

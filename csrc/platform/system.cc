@@ -103,16 +103,16 @@ std::uint64_t random_u64() {
 }
 
 std::string host_identity() {
-  static const std::string id = boot_id();
+  static const std::string id = [] {
+    struct stat info;
+    const std::string network =
+        stat("/proc/self/ns/net", &info) == 0 ? std::to_string(info.st_ino) : random_hex128();
+    return boot_id() + "/net" + network;
+  }();
   return id;
 }
 
-std::string shared_memory_domain() {
-  struct stat info;
-  const std::string network =
-      stat("/proc/self/ns/net", &info) == 0 ? std::to_string(info.st_ino) : "unknown";
-  return host_identity() + "/net" + network + "/uid" + std::to_string(geteuid());
-}
+std::string shared_memory_domain() { return host_identity() + "/uid" + std::to_string(geteuid()); }
 
 int process_id() { return getpid(); }
 

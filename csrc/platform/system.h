@@ -36,7 +36,7 @@ std::uint64_t random_u64();
 // Equal for two processes that can share memory over a local socket: same boot of the kernel,
 // same network namespace, same user.
 std::string shared_memory_domain();
-// Equal for two processes on one running kernel.
+// Equal for two processes that reach each other over loopback: one kernel, one network namespace.
 std::string host_identity();
 
 int process_id();

@@ -3,12 +3,13 @@
 #pragma once
 
 #include <atomic>
+#include <memory>
 
 #include "transport/message_core.h"
 
 namespace pycomm::transport {
 
-class CoreLink : public Link {
+class CoreLink : public Link, public std::enable_shared_from_this<CoreLink> {
  public:
   CoreLink(const CoreOptions& options, PullPort* pull_port) : core_(options, pull_port) {}
 
@@ -33,6 +34,11 @@ class CoreLink : public Link {
   virtual void on_ready() {}
   // Whether something arrived that progress() would take; no system call.
   virtual bool has_incoming() const { return false; }
+
+  // After the goodbye has left: lets the peer see the end, and whether this side still has to wait
+  // until the peer has taken everything.
+  virtual void end_writing() {}
+  virtual bool awaits_peers_end() const { return false; }
 
   void fail(const Status& status) { core_.fail(status); }
   const Status& failure() const { return core_.failure(); }

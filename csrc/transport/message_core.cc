@@ -103,7 +103,7 @@ void MessageCore::send(Transfer& transfer) {
   if (!is_small && pull_port_->announce(&slot)) {
     header.argument = reinterpret_cast<std::uint64_t>(transfer.data);
     header.key = slot;
-    transfer.slot = slot + 1;  // zero: not announced
+    transfer.slot = std::uint64_t{slot} + 1;  // zero: not announced
   } else {
     transfer.slot = 0;
   }
@@ -229,6 +229,7 @@ void MessageCore::give_window_back(std::uint64_t bytes) {
   window_owed_ += bytes + kOverheadBytes;
   if (window_owed_ * 2 < options_.eager_window_bytes || said_goodbye_) return;
   emit(FrameKind::kCredit, TransferId{}, window_owed_);
+  window_taken_ -= window_owed_;
   window_owed_ = 0;
 }
 

@@ -44,8 +44,9 @@ class PullPort {
                       std::uint64_t bytes) = 0;
 };
 
-// A peer's word that a group it shares with us is over, and whose fault it was. It travels before
-// a goodbye, so that nobody takes a survivor that leaves for the cause.
+// A peer's word that a group it shares with us is over, and whose fault it was; with kOk, that it
+// has left the group and nothing for it follows. It travels before a goodbye, so that nobody takes
+// a survivor that leaves for the cause.
 struct GroupNotice {
   std::uint64_t group = 0;
   StatusCode code = StatusCode::kAborted;
@@ -104,7 +105,7 @@ class MessageCore final : public RemoteMemory {
   Status expose(std::uint64_t region, std::byte* data, std::uint64_t bytes,
                 RegionKind kind) override;
   void withdraw(std::uint64_t region) override;
-  std::byte* map(std::uint64_t) override { return nullptr; }
+  std::byte* map(std::uint64_t, std::uint64_t) override { return nullptr; }
   void read(Transfer& transfer, std::uint64_t region, std::uint64_t offset) override;
   void write(Transfer& transfer, std::uint64_t region, std::uint64_t offset) override;
   void fetch_add(Transfer& transfer, std::uint64_t region, std::uint64_t offset,
@@ -152,8 +153,9 @@ class MessageCore final : public RemoteMemory {
 
   const CoreOptions options_;
   PullPort* const pull_port_;
-  std::uint64_t window_;           // eager bytes that the peer still takes
-  std::uint64_t window_owed_ = 0;  // consumed here, not yet given back
+  std::uint64_t window_;            // eager bytes that the peer still takes
+  std::uint64_t window_owed_ = 0;   // consumed here, not yet given back
+  std::uint64_t window_taken_ = 0;  // of ours, by the peer's eager messages so far
 
   std::deque<OutFrame> outgoing_;
   Incoming incoming_;

@@ -60,6 +60,8 @@ Status MessageCore::begin_eager(const FrameHeader& header) {
       header.payload_bytes > options_.eager_bytes_max) {
     return protocol_error("an eager message of " + std::to_string(header.payload_bytes) + " bytes");
   }
+  window_taken_ += header.payload_bytes + kOverheadBytes;
+  if (window_taken_ > options_.eager_window_bytes) return protocol_error("more than the window");
   const TransferId id = header.id();
   if (is_retired(id) || unexpected_.contains(id)) return Status();  // late or double: thrown away
   if (const auto it = posts_.find(id); it != posts_.end()) {
@@ -213,8 +215,7 @@ void MessageCore::send_notice(const GroupNotice& notice) {
 
 void MessageCore::on_group_failed(const FrameHeader& header) {
   constexpr std::size_t kNoticesMax = 1024;  // the engine takes them at every turn
-  const bool is_code =
-      header.argument > 0 && header.argument <= static_cast<std::uint64_t>(StatusCode::kInternal);
+  const bool is_code = header.argument <= static_cast<std::uint64_t>(StatusCode::kInternal);
   if (!is_code || notices_.size() >= kNoticesMax) return;
   notices_.push_back(
       {header.group, static_cast<StatusCode>(header.argument), static_cast<Rank>(header.key) - 1});

@@ -30,7 +30,7 @@ inline LinkPair make_shm_pair(bool allow_pull) {
   for (auto& host : keep->hosts) host = transport::shm::Host::create().value();
   const std::string name = "pycomm-test-" + platform::random_hex128();
   auto listener = platform::listen_local(name).value();
-  auto client = platform::connect_local(name).value();
+  auto client = platform::connect_local(name, base::kNever).value();
   platform::UniqueFd server;
   while (!(server = platform::accept_one(listener.get()))) platform::yield_thread();
   transport::shm::LinkOptions options;

@@ -324,6 +324,30 @@ TEST_P(Contract, RemoteWritesAreSeenByALaterFetchAdd) {
   EXPECT_EQ(std::memcmp(memory, before.data(), kBytes), 0);
 }
 
+TEST_P(Contract, ANoticeTravelsBeforeTheGoodbyeBehindIt) {
+  pair_.a->send_notice({99, StatusCode::kPeerLost, 4});
+  pair_.a->close();
+  std::vector<transport::GroupNotice> notices;
+  ASSERT_TRUE(pump_until([&] {
+    for (const auto& notice : pair_.b->take_notices()) notices.push_back(notice);
+    return pair_.b->peer_departed();
+  }));
+  ASSERT_EQ(notices.size(), 1u);
+  EXPECT_EQ(notices[0].group, 99u);
+  EXPECT_EQ(notices[0].code, StatusCode::kPeerLost);
+  EXPECT_EQ(notices[0].rank, 4);
+}
+
+TEST_P(Contract, ARegionIsMappedOnlyInFull) {
+  RemoteMemory* there = pair_.b->remote_memory();
+  if (!there->can_map()) return;
+  std::byte* memory = pair_.memory(1, 4096);
+  ASSERT_TRUE(there->expose(8, memory, 4096, RegionKind::kHost).is_ok());
+  EXPECT_NE(pair_.a->remote_memory()->map(8, 4096), nullptr);
+  EXPECT_EQ(pair_.a->remote_memory()->map(8, 4097), nullptr);
+  EXPECT_EQ(pair_.a->remote_memory()->map(9, 1), nullptr);
+}
+
 TEST_P(Contract, CountersTellCopiesFromDirectMoves) {
   std::vector<std::byte> source = pattern(1'000'000, 1), target(1'000'000);
   Transfer send = make_transfer(1, 0, source), recv = make_transfer(1, 0, target);

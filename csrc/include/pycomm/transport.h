@@ -96,8 +96,9 @@ class RemoteMemory {
   // After it returns the peer can no longer reach the region over this link.
   virtual void withdraw(std::uint64_t region) = 0;
 
-  // The peer's region as an address here, or null. Valid as long as the link object.
-  virtual std::byte* map(std::uint64_t region) = 0;
+  // The peer's region as an address here, or null if it is not exposed, or shorter than `bytes`.
+  // Valid as long as the link object.
+  virtual std::byte* map(std::uint64_t region, std::uint64_t bytes) = 0;
 
   // One-sided transfers at `offset` bytes into the peer's region. A write that is done is visible
   // to a later fetch_add on the same link. fetch_add leaves the old value in *transfer.data

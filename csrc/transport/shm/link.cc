@@ -86,6 +86,7 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
   }
 
   void take_frames_below(std::uint64_t head) {
+    const bool may_be_full = head - tail_ >= kNumBlocks / 2;
     while (tail_ != head) {
       FrameHeader frame;
       std::memcpy(&frame, &peer_.outbox->frames[tail_ % kNumFrames], sizeof frame);
@@ -97,6 +98,16 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
       ++tail_;
       outbox_->block_tail.store(block_tail_, std::memory_order_relaxed);
       outbox_->tail.store(tail_, std::memory_order_release);
+    }
+    // The peer may sleep with frames that found no room.
+    if (may_be_full) ring_peer();
+  }
+
+  // After something was written for the peer.
+  void ring_peer() {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (peer_.header->bell_armed.load(std::memory_order_relaxed) != kBellOff) {
+      peer_.doorbell.ring();
     }
   }
 
@@ -144,10 +155,7 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
     }
     if (head_ == first) return false;
     outbox_->head.store(head_, std::memory_order_release);
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (peer_.header->bell_armed.load(std::memory_order_relaxed) != kBellOff) {
-      peer_.doorbell.ring();
-    }
+    ring_peer();
     return true;
   }
 
@@ -253,7 +261,10 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
     return {};
   }
 
-  std::byte* map(std::uint64_t region) override { return window_of(region).data; }
+  std::byte* map(std::uint64_t region, std::uint64_t bytes) override {
+    const Window window = window_of(region);
+    return window.bytes >= bytes ? window.data : nullptr;
+  }
 
   // Where a one-sided transfer lands, or null after failing it.
   std::byte* reach(Transfer& transfer, std::uint64_t region, std::uint64_t offset, bool writes) {

@@ -25,6 +25,9 @@ class TcpLink final : public CoreLink {
   const char* transport() const override { return "tcp"; }
   int fd() const override { return stream_.get(); }
   bool wants_write() const override { return write_blocked_; }
+  // Closing with unread bytes resets the connection and may cost the peer our last ones.
+  void end_writing() override { platform::end_writing(stream_.get()); }
+  bool awaits_peers_end() const override { return true; }
 
   bool progress() override {
     if (!failure().is_ok()) return false;
@@ -175,7 +178,10 @@ class TcpLink final : public CoreLink {
   }
 
   void lose(const IoResult& result) {
-    if (peer_departed()) return end_after_goodbye();
+    if (peer_departed()) {
+      platform::end_writing(stream_.get());
+      return end_after_goodbye();
+    }
     const std::string why = result.outcome == IoOutcome::kClosed
                                 ? "its process ended without a goodbye"
                                 : std::string("TCP: ") + std::strerror(result.error);

@@ -174,7 +174,7 @@ class VerbsProbeLink final : public Link, public RemoteMemory {
     exposed_.erase(region);
   }
   bool knows(std::uint64_t region) const { return remote_.contains(region); }
-  std::byte* map(std::uint64_t) override { return nullptr; }
+  std::byte* map(std::uint64_t, std::uint64_t) override { return nullptr; }
   void read(Transfer& t, std::uint64_t, std::uint64_t) override {
     finish(t, Status::error(StatusCode::kInvalidUsage, "the probe does not read"));
   }
