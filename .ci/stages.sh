@@ -3,7 +3,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 bin=$PWD/${VENV:-.venv}/bin
-export PATH=$bin:$PATH CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 OMP_NUM_THREADS=1
+export bin PATH=$bin:$PATH CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 OMP_NUM_THREADS=1
 export PYTHONDONTWRITEBYTECODE=1
 
 build() { # folder, cmake arguments...
@@ -63,7 +63,7 @@ install_check() {
   # Torch and its needs by reference; not this environment's own pycomm.
   local item
   for item in "$here"/*; do
-    case $(basename "$item") in pip* | *pycomm* | setuptools* | __pycache__) ;; *) ln -sf "$item" "$there/" ;; esac
+    case $(basename "$item") in pip* | *pycomm* | setuptools* | *distutils* | __pycache__) ;; *) ln -sf "$item" "$there/" ;; esac
   done
   build/install-check/bin/pip install -q --disable-pip-version-check . 2>&1 | grep -v "^WARNING: Location"
   (cd / && "$OLDPWD/build/install-check/bin/pycomm" bench all_reduce -e 64 -n 2 -m 2)
