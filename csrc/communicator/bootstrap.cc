@@ -25,6 +25,8 @@ using transport::tcp::Membership;
 constexpr TimeNs kHandshakeNs = 5'000'000'000;
 constexpr std::size_t kPendingMax = 64;
 constexpr std::int64_t kRetryNs = 20'000'000;
+constexpr TimeNs kFirstWordNs = 500'000'000;
+constexpr int kRefusalsLogged = 5;  // of one group's creation
 
 TimeNs handshake_deadline(TimeNs deadline) {
   return std::min(deadline, real_clock().now_ns() + kHandshakeNs);
@@ -136,9 +138,7 @@ class Connector {
     UniqueFd socket = platform::accept_one(engine_.local_listener());
     if (!socket) return false;
     Status status = serve_local(std::move(socket));
-    if (!status.is_ok()) {
-      base::log(base::LogLevel::kWarn, "a local connection was refused: " + status.message());
-    }
+    if (!status.is_ok()) log_refusal("a local connection", status);
     return true;
   }
 
@@ -148,9 +148,11 @@ class Connector {
     if (credentials.value().uid != platform::effective_uid()) {
       return Status::error(StatusCode::kInvalidUsage, "it belongs to another user");
     }
+    // A connector speaks at once, before it is even accepted.
+    const TimeNs first_word = std::min(deadline_, real_clock().now_ns() + kFirstWordNs);
     const TimeNs until = handshake_deadline(deadline_);
     std::vector<UniqueFd> fds;
-    auto message = platform::receive_with_fds(socket.get(), 0, &fds, until);
+    auto message = platform::receive_with_fds(socket.get(), 0, &fds, first_word);
     if (!message.is_ok()) return message.status();
     const std::string& text = message.value();
     if (text == "secret") {
@@ -161,6 +163,11 @@ class Connector {
       return Status::error(StatusCode::kInternal, "it is no member of this group");
     }
     return establish_shm(std::move(socket), process_id, until);
+  }
+
+  void log_refusal(const char* what, const Status& status) {
+    if (num_refusals_++ >= kRefusalsLogged) return;
+    base::log(base::LogLevel::kWarn, std::string(what) + " was refused: " + status.message());
   }
 
   bool is_awaited(const std::string& process_id) {
@@ -302,7 +309,7 @@ class Connector {
     }
     if (!status.is_ok()) {
       *over = true;
-      base::log(base::LogLevel::kWarn, "a TCP connection was refused: " + status.message());
+      log_refusal("a TCP connection", status);
     }
     return true;
   }
@@ -313,6 +320,7 @@ class Connector {
   const Options& options_;
   const TimeNs deadline_;
   std::vector<Pending> pending_;
+  int num_refusals_ = 0;
 };
 
 }  // namespace

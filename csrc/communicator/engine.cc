@@ -98,7 +98,9 @@ Status Engine::start(const Options& options) {
     base::log(base::LogLevel::kWarn,
               "no shared memory here (" + shm_refusal_ + "); ranks of this host talk over TCP");
   }
-  auto tcp = platform::listen_tcp(options.bind_address);
+  // Without a job's secret nobody on another host can join: the port is for this host alone then.
+  const bool is_for_this_host = options.secret.empty() && options.bind_address.empty();
+  auto tcp = platform::listen_tcp(is_for_this_host ? "127.0.0.1" : options.bind_address);
   if (!tcp.is_ok()) return tcp.status();
   tcp_listener_ = std::move(tcp).value();
   forget_after_fork(local_listener_.get());

@@ -1,0 +1,241 @@
+// The communicator that users hold: the thin path of a small operation, and the door to the queue.
+// Thread: any. Everything that a group shares with its peers is in Group and Engine.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "communicator/engine.h"
+#include "communicator/fork_guard.h"
+#include "platform/futex.h"
+#include "platform/system.h"
+#include "pycomm/communicator.h"
+
+namespace pycomm::communicator {
+
+// How a caller waits for a slot: look, then yield to others on this processor, then sleep in the
+// kernel. The first two are bounded so that ranks that share a processor get on.
+inline constexpr int kLooksBeforeYield = 4'000;
+inline constexpr int kLooksIfCrowded = 20;
+inline constexpr base::TimeNs kYieldNs = 100'000;
+inline constexpr std::int64_t kSleepSliceNs = 50'000'000;
+inline constexpr std::int64_t kUnfencedSleepNs = 1'000'000;
+
+class CommunicatorImpl final : public Communicator {
+ public:
+  CommunicatorImpl(std::shared_ptr<Engine> engine, std::shared_ptr<Group> group,
+                   std::vector<std::shared_ptr<transport::CoreLink>> links)
+      : engine_(std::move(engine)), group_(std::move(group)), links_(std::move(links)) {}
+
+  ~CommunicatorImpl() override {
+    if (is_inherited()) {
+      leak();
+      return;
+    }
+    engine_->remove_group(group_);
+    links_.clear();
+    group_.reset();
+    if (releases_user_) engine_->release_user();
+  }
+
+  // The caller of Engine::acquire() releases it, not this object.
+  void keep_user() { releases_user_ = false; }
+
+  Rank rank() const override { return group_->context.rank; }
+  int world_size() const override { return group_->context.world_size; }
+
+  Status run(const OpRequest& request) override {
+    PYCOMM_RETURN_IF_ERROR(check_usable(request));
+    if (group_->is_in_handler_here()) return refuse_in_handler();
+    const bool is_small = collectives::is_flat(group_->context.shape, request.bytes());
+    if (is_small && group_->num_queued() == 0 && group_->try_own()) {
+      if (group_->is_queue_empty() && !group_->has_failed()) {
+        Status status = run_flat(request);
+        group_->release();
+        return status;
+      }
+      group_->release();
+    }
+    const auto operation = std::make_shared<QueuedOperation>(engine_, request);
+    engine_->submit(*group_, operation, true);
+    for (;;) {
+      Status status = operation->wait(kSleepSliceNs / 1'000'000);
+      if (operation->is_done()) return operation->status();
+      if (group_->is_interrupted && group_->is_interrupted()) {
+        abort("interrupted");
+        return Status::error(StatusCode::kAborted, "interrupted while waiting");
+      }
+    }
+  }
+
+  std::shared_ptr<Operation> start(const OpRequest& request) override {
+    auto operation = std::make_shared<QueuedOperation>(engine_, request);
+    if (Status status = check_usable(request); !status.is_ok()) {
+      operation->complete(status);
+    } else if (group_->is_in_handler_here()) {
+      operation->complete(refuse_in_handler());
+    } else {
+      engine_->submit(*group_, operation, false);
+    }
+    return operation;
+  }
+
+  void abort(const std::string& reason) override {
+    if (is_inherited()) return;
+    engine_->abort_group(*group_, Status::error(StatusCode::kAborted, reason));
+  }
+
+  void set_timeout_ms(std::int64_t timeout_ms) override { group_->timeout_ms = timeout_ms; }
+  void set_interrupt_check(std::function<bool()> is_interrupted) override {
+    group_->is_interrupted = std::move(is_interrupted);
+  }
+
+  Result<std::byte*> allocate_shared(std::uint64_t bytes) override {
+    if (is_inherited() || engine_->host() == nullptr) {
+      return Status::error(StatusCode::kSystem, "no shared memory: " + engine_->shm_refusal());
+    }
+    return engine_->host()->allocate_arena(bytes);
+  }
+  void free_shared(std::byte* data) override {
+    if (!is_inherited()) engine_->host()->free_arena(data);
+  }
+
+  std::vector<FlightRecord> flight_records() const override {
+    return group_->recorder.snapshot(group_->last_op_number());
+  }
+  std::vector<PeerStats> peer_stats() const override {
+    return is_inherited() ? std::vector<PeerStats>() : engine_->peer_stats(*group_);
+  }
+
+ private:
+  // Whether this process was forked after the group was created.
+  bool is_inherited() const { return generation_ != fork_generation(); }
+
+  Status check_usable(const OpRequest& request) const {
+    if (is_inherited()) {
+      return Status::error(StatusCode::kInvalidUsage,
+                           "this process was forked after its group was created; the group "
+                           "belongs to the parent");
+    }
+    return collectives::validate(request, group_->context.rank, group_->context.world_size);
+  }
+
+  // The fused step of a small operation, in the caller. The group is owned.
+  Status run_flat(const OpRequest& request) {
+    Group& group = *group_;
+    collectives::FlatExchange& flat = *group.context.flat;
+    const std::uint64_t op_number = group.next_op_number();
+    const Signature signature = request.signature();
+    group.recorder.begin(op_number, signature);
+    collectives::publish_request(flat, request, signature);
+    group.wake_peers();
+    for (Rank p = 0; p < group.context.world_size; ++p) {
+      if (__builtin_expect(!await_peer(p), 0)) {
+        if (Status status = await_slow_peer(p, request); !status.is_ok()) {
+          return fail_flat(status, request, op_number);
+        }
+      }
+    }
+    Status status = collectives::collect_result(flat, request, signature, op_number);
+    group.recorder.end(op_number, status.code());
+    // A difference of signatures leaves everyone in step: the group goes on.
+    return status.is_ok() ? status : group.explain(status, request, op_number);
+  }
+
+  Status fail_flat(const Status& status, const OpRequest& request, std::uint64_t op_number) {
+    group_->recorder.end(op_number, status.code());
+    const Status told = group_->explain(status, request, op_number);
+    group_->mark_failed(status);
+    engine_->kick();
+    return told;
+  }
+
+  bool await_peer(Rank peer) const {
+    const collectives::FlatExchange& flat = *group_->context.flat;
+    if (flat.has_arrived(peer)) return true;
+    const int looks = engine_->crowding().is_crowded() ? kLooksIfCrowded : kLooksBeforeYield;
+    for (int i = 0; i < looks; ++i) {
+      base::spin_pause();
+      if (flat.has_arrived(peer)) return true;
+    }
+    return false;
+  }
+
+  Status await_slow_peer(Rank peer, const OpRequest& request) {
+    Group& group = *group_;
+    const collectives::FlatExchange& flat = *group.context.flat;
+    const base::TimeNs start = platform::real_clock().now_ns();
+    const std::int64_t timeout =
+        request.timeout_ms >= 0 ? request.timeout_ms : group.timeout_ms.load();
+    const base::TimeNs deadline = base::deadline_after(start, timeout);
+    while (!flat.has_arrived(peer)) {
+      if (group.has_failed()) return group.failure();
+      // In this order: a notice of who failed is taken in before the goodbye behind it.
+      if (group.context.has_departed(peer) && !flat.has_arrived(peer) && !group.has_failed()) {
+        return Status::error(
+            StatusCode::kPeerLost,
+            "rank " + std::to_string(peer) + " was lost: it left the group before this operation",
+            peer);
+      }
+      const base::TimeNs now = platform::real_clock().now_ns();
+      if (now >= deadline) {
+        return Status::error(StatusCode::kTimeout,
+                             "rank " + std::to_string(peer) + " did not arrive within " +
+                                 std::to_string(timeout) + " ms",
+                             peer);
+      }
+      if (now - start < kYieldNs) {
+        engine_->crowding().yield();
+        continue;
+      }
+      sleep_on(peer, std::min(deadline - now, kSleepSliceNs));
+      if (is_interrupted()) {
+        return Status::error(StatusCode::kAborted, "interrupted while waiting");
+      }
+    }
+    return Status();
+  }
+
+  // Runs signal handlers, which may come back to this group.
+  bool is_interrupted() {
+    if (!group_->is_interrupted) return false;
+    group_->set_in_handler(true);
+    const bool result = group_->is_interrupted();
+    group_->set_in_handler(false);
+    return result;
+  }
+
+  static Status refuse_in_handler() {
+    return Status::error(StatusCode::kInvalidUsage,
+                         "called from a signal handler inside an operation of the same group");
+  }
+
+  void sleep_on(Rank peer, std::int64_t timeout_ns) {
+    const collectives::FlatExchange& flat = *group_->context.flat;
+    auto& sleepers = engine_->host()->header().flat_sleepers;
+    const std::atomic<std::uint64_t>* word = flat.arrival_word(peer);
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    if (!platform::process_barrier()) timeout_ns = std::min(timeout_ns, kUnfencedSleepNs);
+    const std::uint64_t seen = word->load(std::memory_order_seq_cst);
+    if (seen != flat.sequence() && !group_->has_failed()) {
+      platform::futex_wait(word, seen, timeout_ns);
+    }
+    sleepers.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  // In a forked child: locks may be held by threads that are not here, peers are the parent's.
+  void leak() {
+    new std::shared_ptr<Engine>(std::move(engine_));
+    new std::shared_ptr<Group>(std::move(group_));
+    for (auto& link : links_) new std::shared_ptr<transport::CoreLink>(std::move(link));
+  }
+
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Group> group_;
+  std::vector<std::shared_ptr<transport::CoreLink>> links_;
+  const std::uint64_t generation_ = fork_generation();
+  bool releases_user_ = true;
+};
+
+}  // namespace pycomm::communicator
