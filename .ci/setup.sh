@@ -34,6 +34,7 @@ require_packages() {
   fi
 }
 
+command -v "$PYTHON" >/dev/null || { say "there is no '$PYTHON'; set PYTHON to Python 3.11 or later"; exit 1; }
 need "a C++20 compiler" "echo 'int main(){}' | c++ -std=c++20 -x c++ -fsyntax-only -" g++
 need "make" "command -v make" make
 need "Python >= 3.11" "$PYTHON -c 'import sys; assert sys.version_info >= (3, 11)'" python3
@@ -56,11 +57,13 @@ if [ ! -x "$VENV/bin/python" ]; then
   say "creating $VENV"
   "$PYTHON" -m venv "$VENV"
 fi
-bin=$PWD/$VENV/bin
-if ! "$bin/python" -c 'import torch' >/dev/null 2>&1; then
+bin=$(realpath -m "$VENV")/bin
+if [ "$(cat "$VENV/torch.spec" 2>/dev/null)" != "$TORCH" ]; then
   say "installing $TORCH"
   "$bin/pip" install -q --disable-pip-version-check "$TORCH" numpy 2>&1 | grep -v "^WARNING: Location" || true
-  "$bin/python" -c 'import torch'
+  "$bin/python" -c 'import torch' 2>/dev/null || { say "torch could not be installed as '$TORCH'"; exit 1; }
+  echo "$TORCH" >"$VENV/torch.spec"
+  rm -f "$VENV/pycomm.stamp"
 fi
 
 # An editable install: Python from this folder, compiled modules in the environment. Built again

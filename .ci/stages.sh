@@ -2,7 +2,7 @@
 # Runs stages by name, each within its time budget, and says how long each took.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-bin=$PWD/${VENV:-.venv}/bin
+bin=$(realpath -m "${VENV:-.venv}")/bin
 export bin PATH=$bin:$PATH CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 OMP_NUM_THREADS=1
 export PYTHONDONTWRITEBYTECODE=1
 

@@ -16,6 +16,7 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <vector>
 
 namespace pycomm::bench {
 namespace {
@@ -370,8 +371,7 @@ double tcp_round_trip_ns(Waiting waiting) {
          1e9;
 }
 
-std::vector<Limit> measure_limits() {
-  std::vector<Limit> limits;
+void measure_limits(const std::function<void(const Limit&)>& report) {
   const auto best = [](const std::function<double()>& measure, bool lower_wins) {
     double value = measure();
     for (int i = 0; i < 2; ++i) {
@@ -380,39 +380,34 @@ std::vector<Limit> measure_limits() {
     }
     return value;
   };
-  limits.push_back(
-      {"flag exchange", 0, 2, best([] { return flag_exchange_ns(200'000); }, true), "ns"});
+  report({"flag exchange", 0, 2, best([] { return flag_exchange_ns(200'000); }, true), "ns"});
   for (const std::uint64_t kib : {64, 256, 1024, 16 * 1024, 256 * 1024}) {
     const std::uint64_t bytes = kib << 10;
     for (const int n : {1, 2}) {
-      limits.push_back({"copy", bytes, n,
-                        best([&] { return copy_bytes_per_s(bytes, n); }, false) / 1e9, "GB/s"});
-      limits.push_back(
+      report({"copy", bytes, n, best([&] { return copy_bytes_per_s(bytes, n); }, false) / 1e9,
+              "GB/s"});
+      report(
           {"add", bytes, n, best([&] { return add_bytes_per_s(bytes, n); }, false) / 1e9, "GB/s"});
     }
-    limits.push_back({"cross-core read", bytes, 2,
-                      best([&] { return cross_read_bytes_per_s(bytes); }, false) / 1e9, "GB/s"});
-    limits.push_back({"process_vm_readv", bytes, 2,
-                      best([&] { return process_vm_readv_bytes_per_s(bytes); }, false) / 1e9,
-                      "GB/s"});
-    limits.push_back(
-        {"shared tensors, read only", bytes, 2,
-         best([&] { return shared_all_reduce_s(bytes, SharedPass::kReadOnly); }, true) * 1e6,
-         "us"});
-    limits.push_back(
-        {"shared tensors, bare loop", bytes, 2,
-         best([&] { return shared_all_reduce_s(bytes, SharedPass::kWhole); }, true) * 1e6, "us"});
+    report({"cross-core read", bytes, 2,
+            best([&] { return cross_read_bytes_per_s(bytes); }, false) / 1e9, "GB/s"});
+    report({"process_vm_readv", bytes, 2,
+            best([&] { return process_vm_readv_bytes_per_s(bytes); }, false) / 1e9, "GB/s"});
+    report({"shared tensors, read only", bytes, 2,
+            best([&] { return shared_all_reduce_s(bytes, SharedPass::kReadOnly); }, true) * 1e6,
+            "us"});
+    report({"shared tensors, bare loop", bytes, 2,
+            best([&] { return shared_all_reduce_s(bytes, SharedPass::kWhole); }, true) * 1e6,
+            "us"});
   }
-  limits.push_back(
-      {"TCP loopback stream", std::uint64_t{16} << 20, 2,
-       best([] { return tcp_stream_bytes_per_s(std::uint64_t{16} << 20); }, false) / 1e9, "GB/s"});
+  report({"TCP loopback stream", std::uint64_t{16} << 20, 2,
+          best([] { return tcp_stream_bytes_per_s(std::uint64_t{16} << 20); }, false) / 1e9,
+          "GB/s"});
   for (const Waiting waiting : {Waiting::kAsleep, Waiting::kBusy}) {
     const char* name =
         waiting == Waiting::kBusy ? "TCP round trip, busy" : "TCP round trip, asleep";
-    limits.push_back(
-        {name, 8, 2, best([waiting] { return tcp_round_trip_ns(waiting); }, true), "ns"});
+    report({name, 8, 2, best([waiting] { return tcp_round_trip_ns(waiting); }, true), "ns"});
   }
-  return limits;
 }
 
 }  // namespace pycomm::bench

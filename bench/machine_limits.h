@@ -7,8 +7,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
-#include <vector>
 
 namespace pycomm::bench {
 
@@ -45,7 +45,7 @@ double tcp_stream_bytes_per_s(std::uint64_t bytes);
 enum class Waiting { kAsleep, kBusy };
 double tcp_round_trip_ns(Waiting waiting);
 
-// All of the above at the sizes of the tables.
-std::vector<Limit> measure_limits();
+// All of the above at the sizes of the tables; `report` gets each figure as it is known.
+void measure_limits(const std::function<void(const Limit&)>& report);
 
 }  // namespace pycomm::bench

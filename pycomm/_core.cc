@@ -11,15 +11,14 @@ PYBIND11_MODULE(_core, m) {
   m.def("version", &pycomm::version);
   m.def(
       "measure_limits",
-      [] {
-        // Forks two pinned processes; they touch no Python.
-        py::list result;
-        for (const pycomm::bench::Limit& limit : pycomm::bench::measure_limits()) {
-          result.append(
-              py::make_tuple(limit.name, limit.bytes, limit.num_threads, limit.value, limit.unit));
-        }
-        return result;
+      [](const py::function& report) {
+        // Forks two pinned processes for each figure; they touch no Python.
+        pycomm::bench::measure_limits([&](const pycomm::bench::Limit& limit) {
+          report(limit.name, limit.bytes, limit.num_threads, limit.value, limit.unit);
+          if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        });
       },
-      "Measures this machine's bounds: (name, bytes, processes, value, unit) each.");
+      py::arg("report"),
+      "Measures this machine's bounds; report(name, bytes, processes, value, unit) for each.");
   m.def("flag_exchange_ns", &pycomm::bench::flag_exchange_ns, py::arg("num_rounds") = 200'000);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+from pathlib import Path
 from typing import Any
 
 
@@ -19,6 +20,13 @@ def torch_module() -> Any:
     try:
         from pycomm import _torch
     except ImportError as error:
+        here = Path(__file__).parent
+        if (here.parent / "CMakeLists.txt").exists() and not list(here.glob("_torch*.so")):
+            raise ImportError(
+                f"Python found pycomm's source folder ({here}) before the installed package, and "
+                "the source has no compiled modules. Run from another folder, or install with "
+                "`pip install -e .`."
+            ) from error
         raise ImportError(
             f"pycomm's torch backend does not load with torch {torch.__version__}: {error}. "
             "It is built for one torch version; build it again with "

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import click
 
+COUNT = click.IntRange(1)
+FACTOR = click.IntRange(2)
+FROM_0 = click.IntRange(0)
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -30,18 +33,36 @@ Examples:
     type=click.Choice(["all_reduce", "broadcast", "all_gather", "barrier", "limits"]),
 )
 @click.option("-b", "--minbytes", default="8", show_default=True, help="Smallest size.")
-@click.option("-e", "--maxbytes", default="16M", show_default=True, help="Largest size.")
-@click.option("-f", "--stepfactor", default=8, show_default=True, help="Factor between sizes.")
+@click.option("-e", "--maxbytes", default="16M", show_default=True, help="No size above this.")
+@click.option(
+    "-f",
+    "--stepfactor",
+    default=8,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Factor between sizes.",
+)
 @click.option("-i", "--stepbytes", default="0", help="Fixed step between sizes instead.")
-@click.option("-n", "--iters", default=20, show_default=True, help="Operations in a round.")
-@click.option("-w", "--warmup", default=5, show_default=True, help="Operations before.")
-@click.option("-m", "--rounds", default=9, show_default=True, help="Rounds, interleaved.")
+@click.option(
+    "-n", "--iters", default=20, show_default=True, type=COUNT, help="Operations in a round."
+)
+@click.option(
+    "-w",
+    "--warmup",
+    default=5,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Operations before.",
+)
+@click.option(
+    "-m", "--rounds", default=9, show_default=True, type=COUNT, help="Rounds, interleaved."
+)
 @click.option("-c", "--check", default=1, show_default=True, help="Check results (0: do not).")
 @click.option("-o", "--op", default="sum", show_default=True, help="sum, avg, prod, min or max.")
 @click.option("-d", "--datatype", default="float", show_default=True, help="Element type.")
 @click.option("-r", "--root", default=0, show_default=True, help="Root of broadcast.")
-@click.option("--np", "num_ranks", default=2, show_default=True, help="Ranks started here.")
-@click.option("--vs", default="", help="Backends to compare with, for example gloo.")
+@click.option("--np", "num_ranks", default=2, show_default=True, type=COUNT, help="Ranks here.")
+@click.option("--vs", default="", help="Backends to compare with, by commas: gloo.")
 @click.option("--pin/--no-pin", default=True, show_default=True, help="One processor a rank.")
 @click.option("-J", "--json", "json_path", type=click.Path(path_type=Path), help="Write JSON.")
 @click.option("--png", "png_path", type=click.Path(path_type=Path), help="Draw a picture.")
@@ -69,8 +90,11 @@ def bench(
     Every number is the median over rounds of the slowest rank's time. With --vs, other backends
     run in the same rounds, and the ratio comes with its 95 % interval.
     """
+    for path in (json_path, png_path):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise click.BadParameter(f"there is no folder '{path.resolve().parent}'")
     if operation == "limits":
-        print_limits()
+        print_limits(json_path)
         return
     from pycomm.bench.plan import DTYPES, parse_bytes, sizes_between
 
@@ -78,6 +102,11 @@ def bench(
         raise click.BadParameter(f"'{datatype}' is none of {', '.join(DTYPES)}", param_hint="-d")
     if op not in ("sum", "avg", "prod", "min", "max"):
         raise click.BadParameter(f"'{op}' is none of sum, avg, prod, min, max", param_hint="-o")
+    if op == "avg" and "int" in datatype:
+        raise click.BadParameter("an average of integers is not defined", param_hint="-o")
+    if not 0 <= root < num_ranks:
+        raise click.BadParameter(f"rank {root} is not among {num_ranks}", param_hint="-r")
+    check_backends([name for name in vs.split(",") if name])
     try:
         sizes = sizes_between(
             parse_bytes(minbytes), parse_bytes(maxbytes), stepfactor, parse_bytes(stepbytes)
@@ -102,14 +131,43 @@ def bench(
     sys.exit(run(settings, num_ranks, pin=pin, json_path=json_path, png_path=png_path))
 
 
-def print_limits() -> None:
-    """Prints what this machine allows."""
+def check_backends(names: list[str]) -> None:
+    """Refuses a backend that this torch has not, before anything is started."""
+    import torch.distributed as dist
+
+    for name in names:
+        is_known = name.lower() in dist.Backend.backend_list
+        if not is_known or not getattr(dist, f"is_{name}_available", lambda: True)():
+            raise click.BadParameter(f"this torch has no backend '{name}' here")
+
+
+def print_limits(json_path: Path | None) -> None:
+    """Prints what this machine allows, each figure as it is known."""
+    import json
+
     from pycomm import _core
 
-    click.echo("# two pinned processes where two work; best median of three; GB/s are 10^9 bytes")
-    click.echo(f"#{'what':>26} {'size (B)':>12} {'processes':>10} {'value':>10} unit")
-    for name, size_bytes, num_processes, value, unit in _core.measure_limits():
+    rows: list[dict[str, object]] = []
+
+    def show(name: str, size_bytes: int, num_processes: int, value: float, unit: str) -> None:
+        rows.append(
+            {
+                "name": name,
+                "size_bytes": size_bytes,
+                "processes": num_processes,
+                "value": value,
+                "unit": unit,
+            }
+        )
         click.echo(f" {name:>26} {size_bytes:>12} {num_processes:>10} {value:>10.2f} {unit}")
+
+    click.echo("# two pinned processes where two work; best median of three; GB/s are 10^9 bytes")
+    click.echo("# flag exchange: each writes a word and waits for the other's; read only: what an")
+    click.echo("# all_reduce of shared tensors cannot avoid; bare loop: all of it, no library")
+    click.echo(f"#{'what':>26} {'size (B)':>12} {'processes':>10} {'value':>10} unit")
+    _core.measure_limits(show)
+    if json_path is not None:
+        json_path.write_text(json.dumps(rows, indent=1))
 
 
 @main.command(
@@ -120,21 +178,25 @@ Examples:
   pycomm demo --np 4 --backend gloo          the same over another backend"""
 )
 @click.option("--data", default="", help="A file, folder or glob; default: Python's own source.")
-@click.option("--steps", default=300, show_default=True, help="Optimizer steps.")
-@click.option("--np", "num_ranks", default=2, show_default=True, help="Ranks.")
+@click.option("--steps", default=300, show_default=True, type=COUNT, help="Optimizer steps.")
+@click.option("--np", "num_ranks", default=2, show_default=True, type=COUNT, help="Ranks.")
 @click.option("--backend", default="pycomm", show_default=True, help="torch.distributed backend.")
-@click.option("--out", default="demo", show_default=True, type=click.Path(path_type=Path))
-@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--out", default="demo", show_default=True, type=click.Path(path_type=Path), help="Folder."
+)
+@click.option("--seed", default=0, show_default=True, help="Of weights and samples.")
 def demo(data: str, steps: int, num_ranks: int, backend: str, out: Path, seed: int) -> None:
     """Trains a small byte-level GPT on real text over pycomm and draws its loss."""
     from pycomm.demo.train import DemoConfig, run_demo
+
+    check_backends([backend])
 
     config = DemoConfig(
         data=data, steps=steps, num_ranks=num_ranks, backend=backend, out=out, seed=seed
     )
     try:
         status = run_demo(config)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
 

@@ -62,8 +62,12 @@ def _run_one(body: Callable[[Place], None], place: Place) -> None:
         body(place)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BaseException:
-        sys.stderr.write(f"--- rank {place.rank} failed:\n{traceback.format_exc()}")
+    except BaseException as error:
+        text = str(error)
+        # Errors of the backend say what happened; where in Python it did is noise.
+        is_explained = text.startswith("pycomm: ")
+        told = text + "\n" if is_explained else "\n" + traceback.format_exc()
+        sys.stderr.write(f"--- rank {place.rank} failed: {told}")
         sys.stderr.flush()
         sys.exit(1)
 

@@ -101,7 +101,7 @@ bool log_enabled(LogLevel level) { return static_cast<int>(level) <= g_level.loa
 
 void log(LogLevel level, const std::string& text) {
   if (!log_enabled(level)) return;
-  static const char* const names[] = {"error", "warning", "info", "trace"};
+  static const char* const names[] = {"error", "warning", "info"};
   const std::string line = log_prefix() + names[static_cast<int>(level)] + ": " + text + "\n";
   std::fwrite(line.data(), 1, line.size(), stderr);  // unbuffered: one write
 }

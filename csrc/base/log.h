@@ -5,7 +5,7 @@
 
 namespace pycomm::base {
 
-enum class LogLevel : int { kError = 0, kWarn = 1, kInfo = 2, kTrace = 3 };
+enum class LogLevel : int { kError = 0, kWarn = 1, kInfo = 2 };
 
 void set_log_level(LogLevel level);
 // What every line starts with; set before other threads log.

@@ -286,7 +286,9 @@ class Connector {
     }
     Status status;
     if (got.outcome != platform::IoOutcome::kMoved) {
-      status = Status::error(StatusCode::kSystem, "it closed during the handshake");
+      status =
+          Status::error(StatusCode::kSystem,
+                        "it closed during the handshake; a rank with another PYCOMM_SECRET_FILE?");
     } else {
       status = pending.membership.feed({buffer, got.bytes}, &pending.out);
     }

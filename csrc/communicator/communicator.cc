@@ -104,6 +104,18 @@ Status share_flat_areas(Engine& engine, Group& group,
   return Status();
 }
 
+void log_paths(const collectives::GroupContext& context,
+               const std::vector<std::shared_ptr<transport::CoreLink>>& links) {
+  if (!base::log_enabled(base::LogLevel::kInfo)) return;
+  std::string text = "group '" + context.name + "': rank " + std::to_string(context.rank) + " of " +
+                     std::to_string(context.world_size);
+  for (std::size_t r = 0; r < links.size(); ++r) {
+    if (links[r])
+      text += ", " + std::string(links[r]->transport()) + " to rank " + std::to_string(r);
+  }
+  base::log(base::LogLevel::kInfo, text);
+}
+
 // The first operation of a group, over links that proved membership: did the store show everyone
 // the same hellos in the same order?
 Status confirm(Communicator& communicator, const std::vector<Hello>& hellos) {
@@ -175,7 +187,9 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
   std::vector<std::string> process_ids;
   for (const Hello& hello : hellos.value()) process_ids.push_back(hello.process_id);
   engine->add_group(group, process_ids);
+  const auto links_by_rank = links.value();
   auto communicator = std::make_unique<CommunicatorImpl>(engine, group, std::move(links).value());
+  log_paths(context, links_by_rank);
   if (Status status = confirm(*communicator, hellos.value()); !status.is_ok()) {
     communicator->keep_user();
     return status;

@@ -302,8 +302,9 @@ void Engine::take_notices(const std::string& process_id, CoreLink& link) {
       }
       const std::string who = "rank " + std::to_string(notice.rank);
       const std::string what = notice.rank == kNoRank ? std::string(to_string(notice.code))
-                               : notice.code == StatusCode::kPeerLost
-                                   ? who + " was lost"
+                               : notice.code == StatusCode::kPeerLost ? who + " was lost"
+                               : notice.code == StatusCode::kTimeout
+                                   ? "it gave up waiting for " + who
                                    : to_string(notice.code) + (" at " + who);
       member.group->mark_failed(
           Status::error(notice.code, what + " (rank " + std::to_string(from) + " says)",

@@ -110,7 +110,9 @@ class Group final : public collectives::Waker {
 
  private:
   std::atomic<bool> owned_{false};
-  std::atomic<std::uint64_t> op_number_{0};  // written by the holder
+  // Written by the holder. The operation that confirms a new group is number 0, the user's first
+  // is 1.
+  std::atomic<std::uint64_t> op_number_{UINT64_MAX};
   std::deque<std::shared_ptr<QueuedOperation>> queue_;
   std::unique_ptr<collectives::Execution> current_;
   std::atomic<int> num_queued_{0};

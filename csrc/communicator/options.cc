@@ -23,12 +23,14 @@ void read_secret(Options& options, std::string* complaint) {
   if (const auto path = platform::environment("PYCOMM_SECRET_FILE")) {
     auto secret = platform::read_private_file(*path);
     if (!secret.is_ok()) {
-      *complaint += "PYCOMM_SECRET_FILE: " + secret.status().message() + ". ";
+      *complaint += "PYCOMM_SECRET_FILE: " + secret.status().message() +
+                    " (make one with: head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE). ";
       return;
     }
     options.secret = std::move(secret).value();
     if (options.secret.size() < kSecretBytesMin) {
-      *complaint += "PYCOMM_SECRET_FILE '" + *path + "' holds fewer than 16 bytes. ";
+      *complaint += "PYCOMM_SECRET_FILE '" + *path +
+                    "' holds fewer than 16 bytes (head -c 32 /dev/urandom | base64 makes 44). ";
     }
   } else if (const auto secret = platform::environment("PYCOMM_SECRET")) {
     options.secret = *secret;
@@ -36,18 +38,21 @@ void read_secret(Options& options, std::string* complaint) {
   }
 }
 
-void read_log_level() {
+void read_log_level(std::string* complaint) {
   const auto level = platform::environment("PYCOMM_DEBUG");
   if (!level) return;
-  if (*level == "INFO") base::set_log_level(base::LogLevel::kInfo);
-  if (*level == "TRACE") base::set_log_level(base::LogLevel::kTrace);
+  if (*level == "INFO") {
+    base::set_log_level(base::LogLevel::kInfo);
+  } else if (*level != "WARN") {
+    *complaint += "PYCOMM_DEBUG '" + *level + "' is none of WARN, INFO. ";
+  }
 }
 
 }  // namespace
 
 Options Options::from_environment(std::string* complaint) {
   Options options;
-  read_log_level();
+  read_log_level(complaint);
   if (const auto choice = platform::environment("PYCOMM_TRANSPORT")) {
     const auto* const found =
         std::find(std::begin(kTransportNames), std::end(kTransportNames), *choice);
@@ -81,12 +86,13 @@ Options Options::from_environment(std::string* complaint) {
   options.allow_public_plaintext =
       platform::environment("PYCOMM_ALLOW_PUBLIC_PLAINTEXT") == std::string("1");
   read_secret(options, complaint);
+  if (!complaint->empty()) complaint->pop_back();
   return options;
 }
 
 std::string Options::plan_fingerprint() const {
-  return "transport=" + std::string(kTransportNames[static_cast<int>(transport)]) +
-         " chunk_bytes=" + std::to_string(chunk_bytes) +
+  return "PYCOMM_TRANSPORT=" + std::string(kTransportNames[static_cast<int>(transport)]) +
+         " PYCOMM_CHUNK_BYTES=" + std::to_string(chunk_bytes) +
          " eager_bytes_max=" + std::to_string(eager_bytes_max);
 }
 

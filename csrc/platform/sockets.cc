@@ -163,10 +163,10 @@ Result<TcpListener> listen_tcp(const std::string& address) {
   local.sin_addr.s_addr = htonl(INADDR_ANY);
   if (!address.empty() && !parse_ipv4(address, &local.sin_addr)) {
     return Status::error(StatusCode::kInvalidUsage,
-                         "'" + address + "' is not an IPv4 address to listen on");
+                         "PYCOMM_SOCKET_ADDR '" + address + "' is not an IPv4 address");
   }
   if (bind(listener.fd.get(), reinterpret_cast<sockaddr*>(&local), sizeof local) != 0) {
-    return system_error("bind of a TCP listener on '" + address + "'");
+    return system_error("bind of a TCP listener on '" + address + "' (PYCOMM_SOCKET_ADDR)");
   }
   if (listen(listener.fd.get(), 128) != 0) return system_error("listen");
   socklen_t bytes = sizeof local;

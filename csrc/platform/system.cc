@@ -45,6 +45,9 @@ std::optional<std::string> environment(const char* name) {
 Result<std::string> read_private_file(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) != 0) return system_error("'" + path + "'");
+  if (!S_ISREG(info.st_mode)) {
+    return Status::error(StatusCode::kInvalidUsage, "'" + path + "' is not a file");
+  }
   if ((info.st_mode & 077) != 0) {
     return Status::error(StatusCode::kInvalidUsage,
                          "'" + path + "' can be read by other users; chmod 600 it");

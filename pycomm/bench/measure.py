@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -154,7 +155,10 @@ def measure(settings: Settings, place: Place, report: Callable[[Row], None]) -> 
     torch.set_num_threads(1)
     place.pin_to_cpu()
     groups = open_groups(settings, place)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     for size_bytes in settings.sizes:
+        if size_bytes > 0 and elements_for(settings, size_bytes, place.world_size) == 0:
+            continue  # less than one element
         row = measure_size(settings, size_bytes, groups, place)
         if place.rank == 0:
             report(row)

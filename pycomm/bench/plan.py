@@ -48,7 +48,7 @@ def sizes_between(first: int, last: int, factor: int, step: int) -> list[int]:
     size = first
     while size <= last:
         sizes.append(size)
-        size = size + step if step > 0 else max(size * factor, 1)
+        size = size + step if step > 0 else max(size * factor, 8)
     return sizes
 
 

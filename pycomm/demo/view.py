@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+_SHARE_STEPS = 20
+
 
 class ProgressView:
     """A progress bar on a terminal, a line every so often elsewhere."""
@@ -22,6 +25,7 @@ class ProgressView:
     def __init__(self, steps: int, *, enabled: bool) -> None:
         self._steps = steps
         self._done = 0
+        self._shares: deque[float] = deque(maxlen=_SHARE_STEPS)  # single steps jump
         self._is_live = enabled and sys.stderr.isatty()
         self._is_plain = enabled and not self._is_live
         self._progress: Progress | None = None
@@ -32,8 +36,7 @@ class ProgressView:
             from rich.console import Console
 
             self._progress = Progress(
-                TextColumn("training"),
-                BarColumn(),
+                BarColumn(bar_width=16),
                 MofNCompleteColumn(),
                 TextColumn("{task.description}"),
                 TimeRemainingColumn(),
@@ -55,10 +58,9 @@ class ProgressView:
     def show(self, loss: float, tokens_per_s: float, exposed_share: float) -> None:
         """After each step."""
         self._done += 1
-        text = (
-            f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
-            f"communication {exposed_share * 100:.1f} %"
-        )
+        self._shares.append(exposed_share)
+        share = sum(self._shares) / len(self._shares)
+        text = f"loss {loss:.2f}  {tokens_per_s:,.0f} tokens/s  communication {share:.1%}"
         if self._progress is not None:
             self._progress.update(self._task, advance=1, description=text)
         elif self._is_plain and (self._done % 20 == 0 or self._done in (1, self._steps)):

@@ -115,11 +115,12 @@ def test_a_wrong_result_is_counted() -> None:
     assert set(outcome.results.values()) == {1}
 
 
-def test_a_size_below_one_element_is_measured_as_nothing(tmp_path: Path) -> None:
+def test_a_size_below_one_element_is_left_out(tmp_path: Path) -> None:
     rows: list[Row] = []
     place = Place(0, 1, f"file://{tmp_path}/store", False)
-    measure(Settings("all_reduce", [0, 2], iterations=1, warmup=0, rounds=2), place, rows.append)
-    assert [row.count for row in rows] == [0, 0]
+    sizes = [0, 2, 8]
+    measure(Settings("all_reduce", sizes, iterations=1, warmup=0, rounds=2), place, rows.append)
+    assert [row.count for row in rows] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,14 @@ def test_a_size_below_one_element_is_measured_as_nothing(tmp_path: Path) -> None
         ("bench all_reduce -d float99", "is none of"),
         ("bench all_reduce -o median", "is none of"),
         ("bench all_reduce -b 16 -e 8", "first <= last"),
+        ("bench all_reduce -n 0", "not in the range"),
+        ("bench all_reduce --np 0", "not in the range"),
+        ("bench all_reduce -d int8 -o avg", "average of integers"),
+        ("bench broadcast -r 5", "not among 2"),
+        ("bench all_reduce --vs nothing", "no backend 'nothing'"),
+        ("bench all_reduce -J /nowhere/x.json", "no folder"),
+        ("demo --steps 0", "not in the range"),
+        ("demo --backend nothing", "no backend 'nothing'"),
         ("demo --data /nowhere/at/all", "names no file"),
     ],
 )

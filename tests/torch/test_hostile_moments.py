@@ -109,7 +109,7 @@ def test_unequal_options_name_both_sides() -> None:
     outcome = run_ranks(body, 2, before=spoil)
     assert len(outcome.errors) == 2
     for text in outcome.errors.values():
-        assert "chunk_bytes=4096" in text and "chunk_bytes=8192" in text
+        assert "CHUNK_BYTES=4096" in text and "CHUNK_BYTES=8192" in text
 
 
 def test_ctrl_c_in_a_wait_raises_keyboard_interrupt(tmp_path: Path) -> None:
