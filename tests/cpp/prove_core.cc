@@ -54,9 +54,9 @@ int prove_latency() {
     bool right;
   };
   auto* report = shared_page<Report>();
-  std::vector<double> flags, p50s, p99s;
+  std::vector<double> flags, p50s, p99s, ratios;
   bool right = true;
-  for (int round = 0; round < 5; ++round) {
+  for (int round = 0; round < 9; ++round) {
     flags.push_back(bench::flag_exchange_ns(200'000));
     const auto results = test::run_group(2, shm_options(), [&](Communicator& comm) {
       platform::pin_thread_to_allowed_cpu(comm.rank());
@@ -78,16 +78,17 @@ int prove_latency() {
     });
     if (results != std::vector<int>{0, 0}) return 1;
     p50s.push_back(report->p50);
+    ratios.push_back(report->p50 / flags.back());  // of one moment: the host moves its processors
     p99s.push_back(report->p99);
     right &= report->right;
   }
-  const double flag = quantile(flags, 0.5);
-  const double p50 = quantile(p50s, 0.5);
-  const bool holds = right && p50 <= 2.5 * flag;
+  const double ratio = quantile(ratios, 0.5);
+  const bool holds = right && ratio <= 2.5;
   std::printf(
       "1 latency    %s  8 B all_reduce p50 %.0f ns (p99 of batches %.0f) = %.2fx the flag "
-      "exchange of %.0f ns; claim <= 2.5x\n",
-      holds ? "holds" : "FAILS", p50, quantile(p99s, 0.5), p50 / flag, flag);
+      "exchange of %.0f ns, medians of 9 rounds; claim <= 2.5x\n",
+      holds ? "holds" : "FAILS", quantile(p50s, 0.5), quantile(p99s, 0.5), ratio,
+      quantile(flags, 0.5));
   return holds ? 0 : 1;
 }
 
@@ -98,14 +99,16 @@ int prove_shared() {
     std::uint64_t staged;
   };
   auto* report = shared_page<Report>();
-  std::vector<double> formulas, bounds, bare, times;
+  std::vector<double> formulas, bounds, bare, times, ratios;
   std::uint64_t staged = 0;
-  for (int round = 0; round < 5; ++round) {
+  for (int round = 0; round < 9; ++round) {
     const double flag_s = bench::flag_exchange_ns(50'000) * 1e-9;
     formulas.push_back(2 * flag_s +
                        static_cast<double>(kBytes) / 2 / bench::cross_read_bytes_per_s(kBytes));
-    bounds.push_back(bench::shared_all_reduce_s(kBytes, bench::SharedPass::kReadOnly));
     bare.push_back(bench::shared_all_reduce_s(kBytes, bench::SharedPass::kWhole));
+    // What the bare loop did in less time bounds nothing.
+    bounds.push_back(
+        std::min(bare.back(), bench::shared_all_reduce_s(kBytes, bench::SharedPass::kReadOnly)));
     const auto results = test::run_group(2, shm_options(), [&](Communicator& comm) {
       platform::pin_thread_to_allowed_cpu(comm.rank());
       auto memory = comm.allocate_shared(kBytes);
@@ -113,7 +116,7 @@ int prove_shared() {
       auto* data = reinterpret_cast<float*>(memory.value());
       const std::uint64_t count = kBytes / sizeof(float);
       std::vector<double> laps;
-      for (int i = 0; i < 40; ++i) {
+      for (int i = 0; i < 25; ++i) {
         std::fill(data, data + count, static_cast<float>(comm.rank() + 1));
         if (!comm.run(OpRequest{}).is_ok()) return 2;
         const auto start = SteadyClock::now();
@@ -131,18 +134,18 @@ int prove_shared() {
     });
     if (results != std::vector<int>{0, 0}) return 1;
     times.push_back(report->seconds);
+    ratios.push_back(times.back() / bounds.back());  // of one moment: the host moves its processors
     staged += report->staged;
   }
-  const double bound = quantile(bounds, 0.5);
-  const double formula = quantile(formulas, 0.5);
-  const double time = quantile(times, 0.5);
-  const bool holds = staged == 0 && time <= 1.5 * bound;
+  const double ratio = quantile(ratios, 0.5);
+  const bool holds = staged == 0 && ratio <= 1.5;
   std::printf(
-      "2 shared     %s  16 MiB all_reduce of shared tensors %.0f us = %.2fx the bound of "
-      "reading both halves, %.0f us (bare loop %.0f us; 2f + S/2/Bx, which leaves out "
-      "reading one's own half, %.0f us); %llu bytes staged; claim <= 1.5x, 0\n",
-      holds ? "holds" : "FAILS", time * 1e6, time / bound, bound * 1e6, quantile(bare, 0.5) * 1e6,
-      formula * 1e6, static_cast<unsigned long long>(staged));
+      "2 shared     %s  16 MiB all_reduce of shared tensors %.0f us = %.2fx the bound of reading "
+      "both halves, %.0f us (bare loop %.0f us; 2f + S/2/Bx, which leaves out reading one's own "
+      "half, %.0f us), medians of 9 rounds; %llu bytes staged; claim <= 1.5x, 0\n",
+      holds ? "holds" : "FAILS", quantile(times, 0.5) * 1e6, ratio, quantile(bounds, 0.5) * 1e6,
+      quantile(bare, 0.5) * 1e6, quantile(formulas, 0.5) * 1e6,
+      static_cast<unsigned long long>(staged));
   return holds ? 0 : 1;
 }
 
