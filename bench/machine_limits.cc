@@ -381,6 +381,12 @@ void measure_limits(const std::function<void(const Limit&)>& report) {
     return value;
   };
   report({"flag exchange", 0, 2, best([] { return flag_exchange_ns(200'000); }, true), "ns"});
+  for (const std::uint64_t bytes : {8, 1024}) {
+    const auto nanoseconds = [bytes] {
+      return static_cast<double>(bytes) / process_vm_readv_bytes_per_s(bytes) * 1e9;
+    };
+    report({"process_vm_readv", bytes, 2, best(nanoseconds, true), "ns"});
+  }
   for (const std::uint64_t kib : {64, 256, 1024, 16 * 1024, 256 * 1024}) {
     const std::uint64_t bytes = kib << 10;
     for (const int n : {1, 2}) {
