@@ -7,7 +7,7 @@ export PYTHON VENV TORCH
 BIN := $(abspath $(VENV))/bin
 
 .PHONY: help demo test test-all prove lint format install core-tests python-tests sanitize fuzz \
-        cuda install-check clean
+        cuda install-check quic-probe clean
 
 help: ## This list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -24,13 +24,13 @@ test: ## The tests: at most 10 minutes, no root, no VM.
 
 test-all: ## The tests, sanitizers, fuzzers, CUDA compilation and the probes.
 	@bash .ci/setup.sh test-all
-	@bash .ci/stages.sh core-tests python-tests sanitize fuzz cuda install-check prove
+	@bash .ci/stages.sh core-tests python-tests sanitize fuzz cuda install-check quic-probe prove
 
 prove: ## Five claims of the transport contract, one line each.
 	@bash .ci/setup.sh test-all
 	@bash .ci/stages.sh prove
 
-core-tests python-tests sanitize fuzz cuda install-check:
+core-tests python-tests sanitize fuzz cuda install-check quic-probe:
 	@bash .ci/stages.sh $@
 
 lint: ## clang-format, ruff, mypy and the rules of tests/tidy.

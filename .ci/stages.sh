@@ -69,6 +69,14 @@ install_check() {
   (cd / && "$OLDPWD/build/install-check/bin/pycomm" bench all_reduce -e 64 -n 2 -m 2)
 }
 
+# What stands behind the encrypted claim: packet protection, refused certificates, a stock peer.
+quic_probe() {
+  build release -DPYCOMM_PROBES=ON &&
+    build/release/tests/probes/quic/packet_protection_test --gtest_brief=1 &&
+    python -m pytest -q tests/probes/quic &&
+    python tests/probes/quic/interop_check.py --tool build/release/tests/probes/quic/packet_tool
+}
+
 prove() {
   local failed=0
   build release -DPYCOMM_PROBES=ON || return 1
@@ -87,13 +95,13 @@ prove() {
   return $failed
 }
 
-declare -A budget=([core-tests]=600 [python-tests]=420 [sanitize]=700 [fuzz]=200 [cuda]=200 [install-check]=240 [prove]=300)
+declare -A budget=([core-tests]=600 [python-tests]=420 [sanitize]=700 [fuzz]=200 [cuda]=200 [install-check]=240 [quic-probe]=150 [prove]=300)
 mkdir -p build
 status=0
 for stage in "$@"; do
   start=$SECONDS
   printf '\n=== %s\n' "$stage"
-  export -f build core_tests python_tests sanitize fuzz cuda install_check prove
+  export -f build core_tests python_tests sanitize fuzz cuda install_check quic_probe prove
   timeout --foreground "${budget[$stage]:?unknown stage}" bash -c "set -uo pipefail; ${stage//-/_}"
   code=$?
   [ $code -eq 124 ] && echo "stage $stage ran past its ${budget[$stage]} s"
