@@ -20,5 +20,4 @@ PYBIND11_MODULE(_core, m) {
       },
       py::arg("report"),
       "Measures this machine's bounds; report(name, bytes, processes, value, unit) for each.");
-  m.def("flag_exchange_ns", &pycomm::bench::flag_exchange_ns, py::arg("num_rounds") = 200'000);
 }

@@ -65,7 +65,10 @@ def _run_one(body: Callable[[Place], None], place: Place) -> None:
     except BaseException as error:
         text = str(error)
         # Errors of the backend say what happened; where in Python it did is noise.
-        is_explained = text.startswith("pycomm: ")
+        # So does the system's word about a file or a full disk.
+        is_explained = text.startswith("pycomm: ") or (
+            isinstance(error, OSError) and error.errno is not None
+        )
         told = text + "\n" if is_explained else "\n" + traceback.format_exc()
         sys.stderr.write(f"--- rank {place.rank} failed: {told}")
         sys.stderr.flush()

@@ -119,13 +119,6 @@ std::string shared_memory_domain() { return host_identity() + "/uid" + std::to_s
 
 int process_id() { return getpid(); }
 
-int num_cpus_allowed() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  return CPU_COUNT(&set);
-}
-
 bool pin_thread_to_allowed_cpu(int index) {
   cpu_set_t allowed;
   CPU_ZERO(&allowed);

@@ -40,7 +40,6 @@ std::string shared_memory_domain();
 std::string host_identity();
 
 int process_id();
-int num_cpus_allowed();
 // Restricts the calling thread to the index-th allowed processor; false if there is none.
 bool pin_thread_to_allowed_cpu(int index);
 

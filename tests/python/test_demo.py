@@ -70,6 +70,17 @@ def test_the_model_sees_only_the_past() -> None:
         assert float(model(x, targets)) == float(model(changed, targets))
 
 
+def test_a_full_disk_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    def body(place: Place) -> None:
+        with open("/dev/full", "w") as file:
+            file.write("x")
+
+    assert run_ranks(body, 1, pin=False) == 1
+    told = capfd.readouterr().err
+    assert "No space left on device" in told
+    assert "Traceback" not in told
+
+
 def test_a_failing_rank_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
     def body(place: Place) -> None:
         if place.rank == 1:
