@@ -49,8 +49,9 @@ constexpr const char* kDTypeNames[kNumDTypes] = {"float64", "float32", "float16"
                                                  "uint8",   "bool",    "complex64", "complex128"};
 constexpr const char* kReduceOpNames[kNumReduceOps] = {"sum", "avg",  "product", "min",
                                                        "max", "band", "bor",     "bxor"};
-constexpr const char* kOpKindNames[kNumOpKinds] = {"barrier", "all_reduce", "broadcast",
-                                                   "all_gather"};
+constexpr const char* kOpKindNames[kNumOpKinds] = {
+    "barrier", "all_reduce", "broadcast",  "all_gather",        "reduce", "reduce_scatter",
+    "gather",  "scatter",    "all_to_all", "all_to_all_uneven", "send",   "recv"};
 }  // namespace
 
 const char* to_string(DType dtype) { return kDTypeNames[static_cast<int>(dtype)]; }
@@ -66,12 +67,15 @@ std::string describe_signature(Signature s) {
     return "an unknown operation";
   }
   std::string text = kOpKindNames[kind];
-  if (static_cast<OpKind>(kind) == OpKind::kBarrier) return text + "()";
+  const auto which = static_cast<OpKind>(kind);
+  if (which == OpKind::kBarrier) return text + "()";
   text += "(";
-  if (static_cast<OpKind>(kind) == OpKind::kAllReduce)
-    text += std::string(kReduceOpNames[op]) + ", ";
-  if (static_cast<OpKind>(kind) == OpKind::kBroadcast)
-    text += "root " + std::to_string(root) + ", ";
+  if (reduces(which)) text += std::string(kReduceOpNames[op]) + ", ";
+  if (has_root(which)) text += "root " + std::to_string(root) + ", ";
+  // Its counts belong to pairs: a header between two ranks carries theirs.
+  if (which == OpKind::kAllToAllUneven && (s & kCountMax) == 0) {
+    return text + kDTypeNames[dtype] + ")";
+  }
   return text + kDTypeNames[dtype] + ", " + std::to_string(s & kCountMax) + " elements)";
 }
 

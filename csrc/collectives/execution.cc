@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "base/check.h"
 #include "collectives/schedule_run.h"
@@ -18,38 +19,131 @@ Status invalid(std::string text) {
   return Status::error(StatusCode::kInvalidUsage, std::move(text));
 }
 
-}  // namespace
-
-namespace {
-
-bool has_memory(const OpRequest& request, Rank rank) {
-  if (request.count == 0 || request.kind == OpKind::kBarrier) return true;
-  const bool reads = request.kind != OpKind::kBroadcast || request.root == rank;
-  return request.output != nullptr && (!reads || request.input != nullptr);
+bool reads_input(const OpRequest& request, Rank rank) {
+  switch (request.kind) {
+    case OpKind::kBarrier:
+    case OpKind::kRecv: return false;
+    case OpKind::kBroadcast:
+    case OpKind::kScatter: return request.root == rank;
+    default: return true;
+  }
 }
 
-Status explain_invalid(const OpRequest& request, int world_size) {
-  const std::string what = to_string(request.kind);
-  if (request.count > kCountMax) return invalid(what + ": too many elements");
-  if (request.root < 0 || request.root >= world_size) {
-    return invalid(what + ": root " + std::to_string(request.root) + " is not in a group of " +
-                   std::to_string(world_size));
+bool writes_output(const OpRequest& request, Rank rank) {
+  switch (request.kind) {
+    case OpKind::kBarrier:
+    case OpKind::kSend: return false;
+    case OpKind::kReduce:
+    case OpKind::kGather: return request.root == rank;
+    default: return true;
   }
-  if (request.kind == OpKind::kAllReduce && !is_reducible(request.dtype, request.op)) {
-    return invalid(what + ": " + to_string(request.op) + " is not defined on " +
-                   to_string(request.dtype));
+}
+
+std::uint64_t total(const std::vector<std::uint64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
+}
+
+struct Sizes {
+  std::uint64_t input;  // in bytes
+  std::uint64_t output;
+};
+
+Sizes sizes_of(const OpRequest& request, int world_size) {
+  const std::uint64_t element = dtype_bytes(request.dtype);
+  const std::uint64_t one = request.bytes();
+  const std::uint64_t all = one * static_cast<std::uint64_t>(world_size);
+  switch (request.kind) {
+    case OpKind::kAllGather:
+    case OpKind::kGather: return {one, all};
+    case OpKind::kReduceScatter:
+    case OpKind::kScatter: return {all, one};
+    case OpKind::kAllToAll: return {all, all};
+    case OpKind::kAllToAllUneven:
+      return {total(request.splits->send) * element, total(request.splits->recv) * element};
+    default: return {one, one};
   }
-  return invalid(what + ": no memory given");
+}
+
+// Input and output lie apart, or where an operation in place has them.
+bool overlaps_badly(const OpRequest& request, const Sizes& sizes, Rank rank) {
+  const std::byte* in = request.input;
+  const std::byte* out = request.output;
+  if (in + sizes.input <= out || out + sizes.output <= in) return false;
+  const std::uint64_t mine = static_cast<std::uint64_t>(rank) * request.bytes();
+  switch (request.kind) {
+    case OpKind::kAllGather:
+    case OpKind::kGather: return in != out + mine;
+    case OpKind::kReduceScatter:
+    case OpKind::kScatter: return out != in + mine;
+    case OpKind::kAllToAll:
+    case OpKind::kAllToAllUneven: return true;
+    default: return in != out;
+  }
+}
+
+std::string find_fault(const OpRequest& request, Rank rank, int world_size) {
+  const auto n = static_cast<std::size_t>(world_size);
+  if (is_point_to_point(request.kind)) {
+    const bool is_any = request.kind == OpKind::kRecv && request.root == kAnySource;
+    if (request.root == rank) return "rank " + std::to_string(rank) + " cannot talk to itself";
+    if (!is_any && (request.root < 0 || request.root >= world_size)) {
+      return "rank " + std::to_string(request.root) + " is not in a group of " +
+             std::to_string(world_size);
+    }
+  } else if (request.root < 0 || request.root >= world_size) {
+    return "root " + std::to_string(request.root) + " is not in a group of " +
+           std::to_string(world_size);
+  }
+  const bool is_uneven = request.kind == OpKind::kAllToAllUneven;
+  if (is_uneven != (request.splits != nullptr)) return "splits are for an uneven all_to_all";
+  if (is_uneven && (request.splits->send.size() != n || request.splits->recv.size() != n)) {
+    return "splits need a count for each of " + std::to_string(n) + " ranks";
+  }
+  std::uint64_t most = request.count;
+  if (is_uneven) {
+    for (const auto* counts : {&request.splits->send, &request.splits->recv}) {
+      for (const std::uint64_t count : *counts) most = std::max(most, count);
+    }
+  }
+  if (most > kCountMax) return "too many elements";
+  if (reduces(request.kind) && !is_reducible(request.dtype, request.op)) {
+    return std::string(to_string(request.op)) + " is not defined on " + to_string(request.dtype);
+  }
+  const Sizes sizes = sizes_of(request, world_size);
+  const bool reads = reads_input(request, rank) && sizes.input > 0;
+  const bool writes = writes_output(request, rank) && sizes.output > 0;
+  if ((reads && request.input == nullptr) || (writes && request.output == nullptr)) {
+    return "no memory given";
+  }
+  if (reads && writes && overlaps_badly(request, sizes, rank)) {
+    return "input and output overlap, other than for an operation in place";
+  }
+  return "";
 }
 
 }  // namespace
 
 Status validate(const OpRequest& request, Rank rank, int world_size) {
-  const bool is_valid =
-      request.count <= kCountMax && request.root >= 0 && request.root < world_size &&
-      (request.kind != OpKind::kAllReduce || is_reducible(request.dtype, request.op)) &&
-      has_memory(request, rank);
-  return __builtin_expect(is_valid, 1) ? Status() : explain_invalid(request, world_size);
+  // The common case, without a call.
+  const bool is_plain =
+      request.kind <= OpKind::kBroadcast && request.count <= kCountMax && request.root >= 0 &&
+      request.root < world_size && !request.splits && request.input == request.output &&
+      (request.input != nullptr || request.count == 0) &&
+      (request.kind != OpKind::kAllReduce || is_reducible(request.dtype, request.op));
+  if (__builtin_expect(is_plain, 1)) return Status();
+  const std::string fault = find_fault(request, rank, world_size);
+  if (fault.empty()) return Status();
+  return invalid(std::string(to_string(request.kind)) + ": " + fault);
+}
+
+Status timed_out(const std::vector<Rank>& late) {
+  if (late.empty()) return Status::error(StatusCode::kTimeout, "timed out");
+  std::string text =
+      late.size() == 1 ? "timed out waiting for rank " : "timed out waiting for ranks ";
+  for (std::size_t i = 0; i < late.size(); ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(late[i]);
+  }
+  return Status::error(StatusCode::kTimeout, text, late.front());
 }
 
 Execution::Execution(GroupContext& group, const OpRequest& request, base::TimeNs deadline)
@@ -77,11 +171,7 @@ bool Execution::advance(base::TimeNs now) {
     case Stage::kFinished: return false;
   }
   if (!moved && now >= deadline_) {
-    const Rank late = waits_for();
-    abort(Status::error(
-        StatusCode::kTimeout,
-        late == kNoRank ? "timed out" : "timed out waiting for rank " + std::to_string(late),
-        late));
+    abort(timed_out(waits_for()));
     return true;
   }
   return moved;
@@ -92,28 +182,36 @@ bool Execution::start() {
     start_messages();
     return true;
   }
-  if (is_flat(group_.shape, request_.bytes())) {
+  if (is_flat(group_.shape, request_.kind, request_.bytes(), group_.world_size)) {
     publish_request(*group_.flat, request_, signature_);
     stage_ = Stage::kFlat;
   } else {
-    // Say what is coming, and where the tensor lies if others can reach it.
-    std::uint64_t place = 0;
-    const auto& bases = group_.shared.bases;
-    if (!bases.empty() && request_.kind == OpKind::kAllReduce) {
-      const std::byte* base = bases[static_cast<std::size_t>(group_.rank)];
-      if (request_.output >= base &&
-          request_.output + request_.bytes() <= base + group_.shared.bytes) {
-        place = static_cast<std::uint64_t>(request_.output - base) + 1;
-      }
-    }
-    if (place > 0 && request_.input != request_.output) {
-      std::memcpy(request_.output, request_.input, request_.bytes());
-    }
-    group_.flat->publish(signature_, &place, sizeof place);
+    announce();
     stage_ = Stage::kAnnounced;
   }
   if (group_.waker != nullptr) group_.waker->wake_peers();
   return true;
+}
+
+// Says what is coming, and, if others can reach it, where the tensor lies.
+void Execution::announce() {
+  if (request_.splits) {
+    std::vector<std::uint64_t> counts = request_.splits->send;
+    counts.insert(counts.end(), request_.splits->recv.begin(), request_.splits->recv.end());
+    group_.flat->publish(signature_, counts.data(), counts.size() * sizeof counts[0]);
+    return;
+  }
+  std::uint64_t place = 0;
+  const auto& bases = group_.shared.bases;
+  if (!bases.empty() && request_.kind == OpKind::kAllReduce) {
+    const std::byte* base = bases[static_cast<std::size_t>(group_.rank)];
+    if (request_.output >= base &&
+        request_.output + request_.bytes() <= base + group_.shared.bytes) {
+      place = static_cast<std::uint64_t>(request_.output - base) + 1;
+    }
+  }
+  if (place > 0) place_own_part();
+  group_.flat->publish(signature_, &place, sizeof place);
 }
 
 Rank Execution::missing_peer() {
@@ -147,6 +245,14 @@ bool Execution::after_announcement() {
   if (Status status = compare_signatures(*group_.flat, signature_, request_.op_number);
       !status.is_ok()) {
     finish(status);
+    return true;
+  }
+  if (request_.splits) {
+    if (Status status = compare_splits(); !status.is_ok()) {
+      finish(status);
+    } else {
+      start_messages();
+    }
     return true;
   }
   for (Rank p = 0; p < group_.world_size; ++p) {
@@ -195,22 +301,75 @@ bool Execution::reduce_shared() {
   return true;
 }
 
-void Execution::start_messages() {
+// What each rank sends must be what the other takes. All ranks look at all pairs, so that all come
+// to the same end.
+Status Execution::compare_splits() const {
+  const auto n = static_cast<std::size_t>(group_.world_size);
+  const auto count_of = [&](Rank p, std::size_t index) {
+    std::uint64_t count;
+    std::memcpy(&count, group_.flat->payload(p, 2 * n * sizeof count) + index * sizeof count,
+                sizeof count);
+    return count;
+  };
+  for (Rank from = 0; from < group_.world_size; ++from) {
+    for (Rank to = 0; to < group_.world_size; ++to) {
+      const std::uint64_t sent = count_of(from, static_cast<std::size_t>(to));
+      const std::uint64_t wanted = count_of(to, n + static_cast<std::size_t>(from));
+      if (sent == wanted) continue;
+      return Status::error(StatusCode::kInvalidUsage,
+                           "ranks disagree on operation " + std::to_string(request_.op_number) +
+                               ", " + describe_signature(signature_) + ": rank " +
+                               std::to_string(from) + " sends " + std::to_string(sent) +
+                               " elements to rank " + std::to_string(to) + ", which expects " +
+                               std::to_string(wanted),
+                           from);
+    }
+  }
+  return Status();
+}
+
+// What this rank gives itself, and what schedules expect in place (schedule.h).
+void Execution::place_own_part() {
   const std::uint64_t bytes = request_.bytes();
-  if (request_.kind == OpKind::kAllGather) {
-    std::byte* slot = request_.output + static_cast<std::uint64_t>(group_.rank) * bytes;
-    if (bytes > 0 && slot != request_.input) std::memmove(slot, request_.input, bytes);
-  } else if (request_.kind == OpKind::kAllReduce && bytes > 0 &&
-             request_.input != request_.output) {
-    std::memmove(request_.output, request_.input, bytes);
-  } else if (request_.kind == OpKind::kBroadcast && request_.root == group_.rank && bytes > 0 &&
-             request_.input != request_.output) {
-    std::memmove(request_.output, request_.input, bytes);
+  const std::uint64_t mine = static_cast<std::uint64_t>(group_.rank) * bytes;
+  const bool is_root = request_.root == group_.rank;
+  const auto place = [&](std::uint64_t to, std::uint64_t from, std::uint64_t size) {
+    if (size == 0 || request_.output + to == request_.input + from) return;
+    std::memmove(request_.output + to, request_.input + from, size);
+  };
+  switch (request_.kind) {
+    case OpKind::kAllReduce: place(0, 0, bytes); break;
+    case OpKind::kBroadcast:
+      if (is_root) place(0, 0, bytes);
+      break;
+    case OpKind::kAllGather: place(mine, 0, bytes); break;
+    case OpKind::kGather:
+      if (is_root) place(mine, 0, bytes);
+      break;
+    case OpKind::kScatter:
+      if (is_root) place(0, mine, bytes);
+      break;
+    case OpKind::kAllToAll: place(mine, mine, bytes); break;
+    case OpKind::kAllToAllUneven: {
+      const auto before = [&](const std::vector<std::uint64_t>& counts) {
+        return std::accumulate(counts.begin(), counts.begin() + group_.rank, std::uint64_t{0}) *
+               dtype_bytes(request_.dtype);
+      };
+      place(before(request_.splits->recv), before(request_.splits->send),
+            request_.splits->send[static_cast<std::size_t>(group_.rank)] *
+                dtype_bytes(request_.dtype));
+      break;
+    }
+    case OpKind::kReduce:
+    case OpKind::kReduceScatter:
+      if (group_.world_size == 1) place(0, 0, bytes);
+      break;
+    default: break;
   }
-  if (request_.kind == OpKind::kAllReduce && scales_first(request_)) {
-    kernels::reduce_kernels().scale(request_.output, request_.count, request_.dtype,
-                                    request_.scale(group_.world_size));
-  }
+}
+
+void Execution::start_messages() {
+  place_own_part();
   PlanRequest plan;
   plan.kind = request_.kind;
   plan.rank = group_.rank;
@@ -219,18 +378,21 @@ void Execution::start_messages() {
   plan.count = request_.kind == OpKind::kBarrier ? 0 : request_.count;
   plan.element_bytes = dtype_bytes(request_.dtype);
   plan.chunk_bytes = group_.chunk_bytes;
+  plan.in_rank_order = folds_in_rank_order(group_.shape, request_.dtype);
+  plan.splits = request_.splits.get();
   run_ = std::make_unique<ScheduleRun>(group_, request_, plan_over_messages(group_.shape, plan));
   stage_ = Stage::kMessages;
 }
 
-Rank Execution::waits_for() const {
+std::vector<Rank> Execution::waits_for() const {
   if (stage_ == Stage::kMessages) return run_->waits_for();
+  std::vector<Rank> ranks;
   if (stage_ == Stage::kFlat || stage_ == Stage::kAnnounced || stage_ == Stage::kClosing) {
     for (Rank p = 0; p < group_.world_size; ++p) {
-      if (!group_.flat->has_arrived(p)) return p;
+      if (!group_.flat->has_arrived(p)) ranks.push_back(p);
     }
   }
-  return kNoRank;
+  return ranks;
 }
 
 void Execution::abort(const Status& status) {

@@ -21,6 +21,9 @@ namespace pycomm::collectives {
 // Errors: kInvalidUsage with what is wrong; checked before anything is sent.
 Status validate(const OpRequest& request, Rank rank, int world_size);
 
+// kTimeout, naming the ranks that were waited for.
+Status timed_out(const std::vector<Rank>& late);
+
 // Tensors that every rank of the group can read and write in place.
 struct SharedTensors {
   std::vector<std::byte*> bases;  // of each rank's arena as mapped here
@@ -71,8 +74,8 @@ class Execution {
   const Status& status() const { return status_; }
   const OpRequest& request() const { return request_; }
   base::TimeNs deadline() const { return deadline_; }
-  // The peer that it waits for right now, or kNoRank.
-  Rank waits_for() const;
+  // The peers that it waits for right now.
+  std::vector<Rank> waits_for() const;
 
   // Ends it with `status`; no link touches its memory afterwards.
   void abort(const Status& status);
@@ -84,6 +87,9 @@ class Execution {
   bool await_flat();
   bool after_announcement();
   bool reduce_shared();
+  void announce();
+  Status compare_splits() const;
+  void place_own_part();
   void start_messages();
   void finish(Status status);
   // A rank that has not arrived, or kNoRank; fails the operation if that one cannot any more.

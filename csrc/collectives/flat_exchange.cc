@@ -31,10 +31,19 @@ void FlatExchange::publish(Signature signature, const void* payload, std::uint64
 }
 
 void publish_request(FlatExchange& flat, const OpRequest& request, Signature signature) {
-  const bool has_payload = request.kind == OpKind::kAllReduce ||
-                           request.kind == OpKind::kAllGather ||
-                           (request.kind == OpKind::kBroadcast && request.root == flat.rank());
-  flat.publish(signature, request.input, has_payload ? request.bytes() : 0);
+  const bool is_silent =
+      request.kind == OpKind::kBarrier ||
+      ((request.kind == OpKind::kBroadcast || request.kind == OpKind::kScatter) &&
+       request.root != flat.rank());
+  flat.publish(signature, request.input,
+               is_silent ? 0 : flat_bytes(request.kind, request.bytes(), flat.world_size()));
+}
+
+std::string describe_difference(std::uint64_t op, Rank rank, Signature mine, Rank peer,
+                                Signature theirs) {
+  return "ranks disagree on operation " + std::to_string(op) + ": rank " + std::to_string(rank) +
+         " calls " + describe_signature(mine) + ", rank " + std::to_string(peer) + " calls " +
+         describe_signature(theirs);
 }
 
 Status compare_signatures(const FlatExchange& flat, Signature signature, std::uint64_t op) {
@@ -42,11 +51,7 @@ Status compare_signatures(const FlatExchange& flat, Signature signature, std::ui
     const Signature theirs = flat.signature(p);
     if (__builtin_expect(theirs != signature, 0)) {
       return Status::error(StatusCode::kInvalidUsage,
-                           "ranks disagree on operation " + std::to_string(op) + ": rank " +
-                               std::to_string(flat.rank()) + " calls " +
-                               describe_signature(signature) + ", rank " + std::to_string(p) +
-                               " calls " + describe_signature(theirs),
-                           p);
+                           describe_difference(op, flat.rank(), signature, p, theirs), p);
     }
   }
   return Status();
@@ -58,27 +63,42 @@ Status collect_result(const FlatExchange& flat, const OpRequest& request, Signat
   const std::uint64_t bytes = request.bytes();
   const int n = flat.world_size();
   if (bytes == 0) return Status();
+  const std::uint64_t published = flat_bytes(request.kind, bytes, n);
+  const std::uint64_t mine = static_cast<std::uint64_t>(flat.rank()) * bytes;
+  const bool is_root = request.root == flat.rank();
+  const auto gather = [&](std::uint64_t offset) {
+    for (Rank p = 0; p < n; ++p) {
+      std::memcpy(request.output + static_cast<std::uint64_t>(p) * bytes,
+                  flat.payload(p, published) + offset, bytes);
+    }
+  };
+  const auto fold = [&](std::uint64_t offset) {
+    const std::byte* inputs[kFlatWorldMax];
+    for (Rank p = 0; p < n; ++p) inputs[p] = flat.payload(p, published) + offset;
+    std::byte* output = request.output;
+    kernels::reduce_kernels().fold_block(&output, 1, inputs, n, request.count, request.dtype,
+                                         request.op, request.scale(n));
+  };
   switch (request.kind) {
-    case OpKind::kBarrier: break;
     case OpKind::kBroadcast:
-      if (request.root != flat.rank()) {
+      if (!is_root || request.output != request.input) {
         std::memcpy(request.output, flat.payload(request.root, bytes), bytes);
       }
       break;
-    case OpKind::kAllGather:
-      for (Rank p = 0; p < n; ++p) {
-        std::memcpy(request.output + static_cast<std::uint64_t>(p) * bytes, flat.payload(p, bytes),
-                    bytes);
-      }
+    case OpKind::kScatter:
+      std::memcpy(request.output, flat.payload(request.root, published) + mine, bytes);
       break;
-    case OpKind::kAllReduce: {
-      const std::byte* inputs[kFlatWorldMax];
-      for (Rank p = 0; p < n; ++p) inputs[p] = flat.payload(p, bytes);
-      std::byte* output = request.output;
-      kernels::reduce_kernels().fold_block(&output, 1, inputs, n, request.count, request.dtype,
-                                           request.op, request.scale(n));
+    case OpKind::kGather:
+      if (is_root) gather(0);
       break;
-    }
+    case OpKind::kAllGather: gather(0); break;
+    case OpKind::kAllToAll: gather(mine); break;
+    case OpKind::kAllReduce: fold(0); break;
+    case OpKind::kReduce:
+      if (is_root) fold(0);
+      break;
+    case OpKind::kReduceScatter: fold(mine); break;
+    default: break;
   }
   return Status();
 }

@@ -77,6 +77,9 @@ class FlatExchange {
 void publish_request(FlatExchange& flat, const OpRequest& request, Signature signature);
 Status collect_result(const FlatExchange& flat, const OpRequest& request, Signature signature,
                       std::uint64_t op_number);
+// In words: what two ranks call as the same operation.
+std::string describe_difference(std::uint64_t op, Rank rank, Signature mine, Rank peer,
+                                Signature theirs);
 // The check alone; the first rank that differs.
 Status compare_signatures(const FlatExchange& flat, Signature signature, std::uint64_t op);
 

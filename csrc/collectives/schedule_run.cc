@@ -8,12 +8,16 @@
 namespace pycomm::collectives {
 namespace {
 
-// Lanes in flight. A ring needs all world_size shards of its oldest chunk at once, or it
-// deadlocks (tests/cpp/schedule_run_test.cc); the rest fills the pipe.
+// Lanes in flight. A ring needs all world_size shards of its oldest chunk at once, and an
+// all_to_all both directions of every pair, or they deadlock; the rest fills the pipe.
 std::size_t lanes_in_flight(int world_size) { return 2 * static_cast<std::size_t>(world_size) + 8; }
 
-bool needs_scratch(StepKind kind) {
-  return kind == StepKind::kRecvCombine || kind == StepKind::kExchangeCombine;
+std::uint64_t scratch_elements(const Step& step, int world_size) {
+  const auto others = static_cast<std::uint64_t>(world_size - 1);
+  if (folds(step.kind)) return step.count * (step.buffer == BufferId::kLane ? others + 1 : others);
+  const bool combines =
+      step.kind == StepKind::kRecvCombine || step.kind == StepKind::kExchangeCombine;
+  return combines ? step.count : 0;
 }
 
 }  // namespace
@@ -23,14 +27,12 @@ ScheduleRun::ScheduleRun(GroupContext& group, const OpRequest& request, Schedule
       request_(request),
       schedule_(std::move(schedule)),
       element_bytes_(dtype_bytes(request.dtype)),
-      lanes_max_(std::max(lanes_in_flight(group.world_size),
-                          schedule_.fused == Fused::kNo ? 0 : schedule_.lanes.size())) {
+      lanes_max_(lanes_in_flight(group.world_size)),
+      scratch_bytes_(group.chunk_bytes) {
   for (const Step& step : schedule_.steps) {
-    if (needs_scratch(step.kind))
-      scratch_bytes_ = std::max(scratch_bytes_, step.count * element_bytes_);
+    scratch_bytes_ =
+        std::max(scratch_bytes_, scratch_elements(step, group.world_size) * element_bytes_);
   }
-  scratch_bytes_ = std::max(scratch_bytes_, group.chunk_bytes);
-  fold_scratch_.resize(schedule_.scratch_elements * element_bytes_);
 }
 
 ScheduleRun::~ScheduleRun() { cancel(); }
@@ -74,23 +76,11 @@ bool ScheduleRun::advance_lane(ActiveLane& lane) {
       lane.issued = true;
       moved = true;
     }
-    if (lane.send.state == TransferState::kPending || lane.recv.state == TransferState::kPending) {
-      look_for_departed(lane, step);
-    }
-    if (lane.send.state == TransferState::kFailed) {
-      fail(step.peer, lane.send);
-      return true;
-    }
-    if (lane.recv.state == TransferState::kFailed) {
-      fail(step.kind == StepKind::kExchange ? step.from : step.peer, lane.recv);
-      return true;
-    }
-    if (lane.send.state == TransferState::kPending || lane.recv.state == TransferState::kPending) {
-      return moved;
-    }
+    if (!is_settled(lane)) return moved || !failure_.is_ok();
     complete(lane, step);
     lane.send.state = TransferState::kIdle;
     lane.recv.state = TransferState::kIdle;
+    lane.with_all.reset();
     lane.issued = false;
     ++lane.at;
     moved = true;
@@ -98,66 +88,119 @@ bool ScheduleRun::advance_lane(ActiveLane& lane) {
   return moved;
 }
 
-// A rank that left the group needs nothing more, and sends nothing more.
-void ScheduleRun::look_for_departed(ActiveLane& lane, const Step& step) {
-  const auto link = [&](Rank peer) { return group_.links[static_cast<std::size_t>(peer)]; };
-  if (lane.send.state == TransferState::kPending && group_.has_departed(step.peer)) {
-    link(step.peer)->cancel(lane.send);
-    lane.send.state = TransferState::kDone;
+template <class Body>
+void ScheduleRun::for_each_open(const ActiveLane& lane, Body&& body) const {
+  const Step& step = step_of(lane);
+  auto& mutable_lane = const_cast<ActiveLane&>(lane);
+  const auto visit = [&](Transfer& transfer, Rank peer, bool is_receive) {
+    const bool is_open =
+        transfer.state == TransferState::kPending || transfer.state == TransferState::kFailed;
+    return !is_open || body(transfer, peer, is_receive);
+  };
+  if (!lane.with_all) {
+    const Rank from = step.kind == StepKind::kExchange ? step.from : step.peer;
+    if (visit(mutable_lane.recv, from, true)) visit(mutable_lane.send, step.peer, false);
+    return;
   }
-  const Rank from = step.kind == StepKind::kExchange ? step.from : step.peer;
-  if (lane.recv.state == TransferState::kPending && group_.has_departed(from)) {
-    link(from)->cancel(lane.recv);
-    lane.recv.status = Status::error(StatusCode::kPeerLost, "it left the group");
+  for (std::size_t i = 0; i < 2 * num_ranks(); ++i) {
+    const auto peer = static_cast<Rank>(i % num_ranks());
+    if (!visit(lane.with_all[i], peer, i < num_ranks())) return;
   }
 }
 
-void ScheduleRun::prepare(Transfer& transfer, const Step& step, std::byte* data) {
+bool ScheduleRun::is_settled(ActiveLane& lane) {
+  bool settled = true;
+  for_each_open(lane, [&](Transfer& transfer, Rank peer, bool is_receive) {
+    if (transfer.state == TransferState::kPending) look_for_departed(transfer, peer, is_receive);
+    if (transfer.state == TransferState::kFailed) fail(peer, transfer);
+    settled &= transfer.state == TransferState::kDone;
+    return failure_.is_ok();
+  });
+  return settled && failure_.is_ok();
+}
+
+// A rank that left the group needs nothing more, and sends nothing more.
+void ScheduleRun::look_for_departed(Transfer& transfer, Rank peer, bool is_receive) {
+  if (!group_.has_departed(peer)) return;
+  link(peer).cancel(transfer);
+  if (is_receive) {
+    transfer.state = TransferState::kFailed;
+    transfer.status = Status::error(StatusCode::kPeerLost, "it left the group");
+  } else {
+    transfer.state = TransferState::kDone;
+  }
+}
+
+void ScheduleRun::prepare(Transfer& transfer, const Step& step, Rank peer, bool is_receive,
+                          std::byte* data) {
   transfer.id = {group_.group, request_.op_number, group_.epoch, step.step, step.chunk};
   transfer.signature = request_.signature();
+  if (request_.splits) {  // what a pair exchanges is between the two
+    const auto& counts = is_receive ? request_.splits->recv : request_.splits->send;
+    transfer.signature = make_signature(request_.kind, request_.dtype, request_.op, 0,
+                                        counts[static_cast<std::size_t>(peer)]);
+  }
   transfer.data = data;
   transfer.bytes = step.count * element_bytes_;
 }
 
+std::byte* ScheduleRun::slot(const ActiveLane& lane, const Step& step, Rank rank) const {
+  const auto index = static_cast<std::uint64_t>(rank < group_.rank ? rank : rank - 1);
+  return lane.scratch.get() + index * step.count * element_bytes_;
+}
+
+std::byte* ScheduleRun::at(const ActiveLane& lane, BufferId buffer, std::uint64_t offset,
+                           std::uint64_t count) const {
+  switch (buffer) {
+    case BufferId::kInput: return const_cast<std::byte*>(request_.input) + offset * element_bytes_;
+    case BufferId::kOutput: return request_.output + offset * element_bytes_;
+    case BufferId::kLane: break;
+  }
+  return lane.scratch.get() + (num_ranks() - 1) * count * element_bytes_;
+}
+
 void ScheduleRun::issue(ActiveLane& lane, const Step& step) {
-  const auto link = [&](Rank peer) { return group_.links[static_cast<std::size_t>(peer)]; };
-  if (needs_scratch(step.kind)) lane.scratch = group_.scratch.take(scratch_bytes_);
-  switch (step.kind) {
-    case StepKind::kSend:
-      prepare(lane.send, step, output_at(step.offset));
-      link(step.peer)->send(lane.send);
-      break;
-    case StepKind::kRecv:
-      prepare(lane.recv, step,
-              step.buffer == BufferId::kScratch
-                  ? fold_scratch_.data() + step.offset * element_bytes_
-                  : output_at(step.offset));
-      link(step.peer)->post(lane.recv);
-      break;
-    case StepKind::kRecvCombine:
-      prepare(lane.recv, step, lane.scratch.get());
-      link(step.peer)->post(lane.recv);
-      break;
-    case StepKind::kExchange:
-      prepare(lane.recv, step, output_at(step.offset));
-      link(step.from)->post(lane.recv);
-      prepare(lane.send, step, output_at(step.offset));
-      link(step.peer)->send(lane.send);
-      break;
-    case StepKind::kExchangeCombine:
-      prepare(lane.recv, step, lane.scratch.get());
-      link(step.peer)->post(lane.recv);
-      prepare(lane.send, step, output_at(step.offset));
-      link(step.peer)->send(lane.send);
-      break;
-    case StepKind::kFold:
-    case StepKind::kScale: break;
+  if (!lane.scratch && scratch_elements(step, group_.world_size) > 0) {
+    lane.scratch = group_.scratch.take(scratch_bytes_);
+  }
+  if (is_with_all(step.kind)) return issue_with_all(lane, step);
+  if (step.kind == StepKind::kScale) return;
+  std::byte* span = at(lane, step.buffer, step.offset, step.count);
+  const bool combines =
+      step.kind == StepKind::kRecvCombine || step.kind == StepKind::kExchangeCombine;
+  if (step.kind != StepKind::kSend) {
+    const Rank from = step.kind == StepKind::kExchange ? step.from : step.peer;
+    prepare(lane.recv, step, from, true, combines ? lane.scratch.get() : span);
+    link(from).post(lane.recv);
+  }
+  if (step.kind != StepKind::kRecv && step.kind != StepKind::kRecvCombine) {
+    prepare(lane.send, step, step.peer, false, span);
+    link(step.peer).send(lane.send);
+  }
+}
+
+void ScheduleRun::issue_with_all(ActiveLane& lane, const Step& step) {
+  lane.with_all = std::make_unique<Transfer[]>(2 * num_ranks());
+  std::byte* span = at(lane, step.buffer, step.offset, step.count);
+  for (Rank k = 1; k < group_.world_size; ++k) {
+    const Rank peer = (group_.rank + k) % group_.world_size;
+    const auto index = static_cast<std::size_t>(peer);
+    if (folds(step.kind)) {
+      Transfer& recv = lane.with_all[index];
+      prepare(recv, step, peer, true, slot(lane, step, peer));
+      link(peer).post(recv);
+    }
+    if (step.kind != StepKind::kGatherFold) {
+      Transfer& send = lane.with_all[num_ranks() + index];
+      prepare(send, step, peer, false, span);
+      link(peer).send(send);
+    }
   }
 }
 
 void ScheduleRun::complete(ActiveLane& lane, const Step& step) {
   const kernels::ReduceKernels& kernels = kernels::reduce_kernels();
-  std::byte* mine = output_at(step.offset);
+  std::byte* mine = at(lane, step.buffer, step.offset, step.count);
   if (step.kind == StepKind::kRecvCombine) {
     kernels.combine(mine, lane.scratch.get(), mine, step.count, request_.dtype, request_.op);
   } else if (step.kind == StepKind::kExchangeCombine) {
@@ -165,24 +208,33 @@ void ScheduleRun::complete(ActiveLane& lane, const Step& step) {
     const std::byte* high = group_.rank < step.peer ? lane.scratch.get() : mine;
     kernels.combine(mine, low, high, step.count, request_.dtype, request_.op);
   } else if (step.kind == StepKind::kScale) {
-    const double factor = scales_first(request_) ? 1.0 : request_.scale(group_.world_size);
+    const double factor = request_.scale(group_.world_size);
     if (factor != 1.0) kernels.scale(mine, step.count, request_.dtype, factor);
-  } else if (step.kind == StepKind::kFold) {
-    fold(step);
+  } else if (folds(step.kind)) {
+    fold(lane, step);
   }
-  if (lane.scratch) group_.scratch.give_back(std::move(lane.scratch), scratch_bytes_);
+  // Last in, first out keeps it warm for the next lane, unless this one still has its result there.
+  const bool is_last = lane.at + 1 == lane.lane->count;
+  const bool holds_result = !is_last && (&step)[1].buffer == BufferId::kLane;
+  if (lane.scratch && !holds_result) {
+    group_.scratch.give_back(std::move(lane.scratch), scratch_bytes_);
+  }
 }
 
-void ScheduleRun::fold(const Step& step) {
-  const std::byte* inputs[kFlatWorldMax];
-  PYCOMM_CHECK(group_.world_size <= kFlatWorldMax);
-  std::byte* mine = output_at(step.offset);
+void ScheduleRun::fold(ActiveLane& lane, const Step& step) {
+  std::vector<const std::byte*> inputs;
+  const bool is_swap = step.kind == StepKind::kSwapFold;
   for (Rank p = 0; p < group_.world_size; ++p) {
-    inputs[p] = p == group_.rank ? mine
-                                 : fold_scratch_.data() + static_cast<std::uint64_t>(p) *
-                                                              step.scratch_stride * element_bytes_;
+    if (p != group_.rank) {
+      inputs.push_back(slot(lane, step, p));
+    } else if (is_swap) {
+      inputs.push_back(at(lane, step.buffer, step.offset, step.count));
+    } else {
+      inputs.push_back(at(lane, step.own, step.own_offset, step.count));
+    }
   }
-  kernels::fold(&mine, 1, inputs, group_.world_size, step.count, request_.dtype, request_.op,
+  std::byte* out = at(lane, step.buffer, step.offset, step.count);
+  kernels::fold(&out, 1, inputs.data(), group_.world_size, step.count, request_.dtype, request_.op,
                 request_.scale(group_.world_size));
 }
 
@@ -201,29 +253,27 @@ void ScheduleRun::fail(Rank peer, const Transfer& transfer) {
   failure_ = Status::error(status.code(), text, peer);
 }
 
-Rank ScheduleRun::waits_for() const {
+std::vector<Rank> ScheduleRun::waits_for() const {
+  std::vector<Rank> ranks;
   for (const ActiveLane& lane : active_) {
     if (is_lane_done(lane)) continue;
-    const Step& step = step_of(lane);
-    if (lane.recv.state == TransferState::kPending) {
-      return step.kind == StepKind::kExchange ? step.from : step.peer;
-    }
-    if (lane.send.state == TransferState::kPending) return step.peer;
+    for_each_open(lane, [&](const Transfer& transfer, Rank peer, bool) {
+      if (transfer.state == TransferState::kPending) ranks.push_back(peer);
+      return true;
+    });
   }
-  return kNoRank;
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
 }
 
 void ScheduleRun::cancel() {
   for (ActiveLane& lane : active_) {
     if (is_lane_done(lane)) continue;
-    const Step& step = step_of(lane);
-    if (lane.send.state == TransferState::kPending) {
-      group_.links[static_cast<std::size_t>(step.peer)]->cancel(lane.send);
-    }
-    if (lane.recv.state == TransferState::kPending) {
-      const Rank from = step.kind == StepKind::kExchange ? step.from : step.peer;
-      group_.links[static_cast<std::size_t>(from)]->cancel(lane.recv);
-    }
+    for_each_open(lane, [&](Transfer& transfer, Rank peer, bool) {
+      if (transfer.state == TransferState::kPending) link(peer).cancel(transfer);
+      return true;
+    });
   }
   active_.clear();
 }

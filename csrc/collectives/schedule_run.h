@@ -1,5 +1,5 @@
 // Runs a schedule over links: a bounded number of lanes at once, each a small state machine around
-// one posted and one sent transfer.
+// the transfers of its current step.
 #pragma once
 
 #include <deque>
@@ -8,14 +8,9 @@
 
 namespace pycomm::collectives {
 
-// Whether an average divides the inputs before it adds them: sums of halves overflow at 65504,
-// which the average need not. Their owners do it before the schedule runs.
-inline bool scales_first(const OpRequest& request) {
-  return request.op == ReduceOp::kAvg && request.dtype == DType::kFloat16;
-}
-
 class ScheduleRun {
- public:  // The request's input has been copied to where the schedule works on it, in output.
+ public:
+  // What a rank gives itself is in place (schedule.h).
   ScheduleRun(GroupContext& group, const OpRequest& request, Schedule schedule);
   ~ScheduleRun();
 
@@ -23,7 +18,8 @@ class ScheduleRun {
   bool is_done() const { return active_.empty() && next_lane_ == schedule_.lanes.size(); }
   // Ok, or the first transfer that failed, told with its peer's rank.
   const Status& failure() const { return failure_; }
-  Rank waits_for() const;
+  // The ranks whose transfers are open, in order.
+  std::vector<Rank> waits_for() const;
   // Withdraws every transfer from its link.
   void cancel();
 
@@ -34,6 +30,8 @@ class ScheduleRun {
     bool issued = false;
     Transfer send;
     Transfer recv;
+    // Of a step with all ranks: by rank, first what comes from them, then what goes to them.
+    std::unique_ptr<Transfer[]> with_all;
     ScratchPool::Buffer scratch;
   };
 
@@ -43,15 +41,26 @@ class ScheduleRun {
   const Step& step_of(const ActiveLane& lane) const {
     return schedule_.steps[lane.lane->first + lane.at];
   }
-  void look_for_departed(ActiveLane& lane, const Step& step);
+  // Calls body(transfer, peer, is_receive) for every transfer of the lane's current step that is
+  // pending or failed, until it returns false.
+  template <class Body>
+  void for_each_open(const ActiveLane& lane, Body&& body) const;
+  // Whether all transfers are done; sets failure_ if one failed.
+  bool is_settled(ActiveLane& lane);
+  void look_for_departed(Transfer& transfer, Rank peer, bool is_receive);
   void issue(ActiveLane& lane, const Step& step);
+  void issue_with_all(ActiveLane& lane, const Step& step);
   void complete(ActiveLane& lane, const Step& step);
-  void fold(const Step& step);
-  void prepare(Transfer& transfer, const Step& step, std::byte* data);
+  void fold(ActiveLane& lane, const Step& step);
+  void prepare(Transfer& transfer, const Step& step, Rank peer, bool is_receive, std::byte* data);
   void fail(Rank peer, const Transfer& transfer);
-  std::byte* output_at(std::uint64_t offset) const {
-    return request_.output + offset * element_bytes_;
-  }
+  Link& link(Rank peer) const { return *group_.links[static_cast<std::size_t>(peer)]; }
+  std::size_t num_ranks() const { return static_cast<std::size_t>(group_.world_size); }
+  // Where a step's span is in memory. A send only reads, so an input may be given out for it.
+  std::byte* at(const ActiveLane& lane, BufferId buffer, std::uint64_t offset,
+                std::uint64_t count) const;
+  // What the lane's scratch holds for `rank` in a fold; behind them lies the lane's own buffer.
+  std::byte* slot(const ActiveLane& lane, const Step& step, Rank rank) const;
 
   GroupContext& group_;
   const OpRequest& request_;
@@ -61,7 +70,6 @@ class ScheduleRun {
   std::uint64_t scratch_bytes_ = 0;
   std::size_t next_lane_ = 0;
   std::deque<ActiveLane> active_;  // a deque: transfers must not move
-  std::vector<std::byte> fold_scratch_;
   Status failure_;
 };
 

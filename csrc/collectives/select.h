@@ -13,11 +13,26 @@ inline constexpr std::uint64_t kFlatBytesMax = 4096;
 struct GroupShape {
   bool shares_memory = false;                     // every pair of ranks has a shared-memory link
   std::uint64_t recursive_bytes_max = 64 * 1024;  // below it latency counts more than bandwidth
+  bool is_deterministic = false;                  // bits depend on nothing but the inputs
 };
 
+// What the rank that says most says in a flat exchange.
+constexpr std::uint64_t flat_bytes(OpKind kind, std::uint64_t bytes, int world_size) {
+  const bool is_for_each =
+      kind == OpKind::kReduceScatter || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
+  return is_for_each ? bytes * static_cast<std::uint64_t>(world_size) : bytes;
+}
+
 // Whether the operation is one fused flat exchange.
-constexpr bool is_flat(const GroupShape& shape, std::uint64_t bytes) {
-  return shape.shares_memory && bytes <= kFlatBytesMax;
+constexpr bool is_flat(const GroupShape& shape, OpKind kind, std::uint64_t bytes, int world_size) {
+  return shape.shares_memory && kind < OpKind::kAllToAllUneven && bytes <= kFlatBytesMax &&
+         flat_bytes(kind, bytes, world_size) <= kFlatBytesMax;
+}
+
+// Whether a reduction rounds once, in the order of the ranks: always for 16-bit floats, whose
+// partial sums would lose what makes them worth adding.
+constexpr bool folds_in_rank_order(const GroupShape& shape, DType dtype) {
+  return shape.is_deterministic || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }
 
 // The schedule over messages, for what is neither flat nor shared.

@@ -48,7 +48,8 @@ class CommunicatorImpl final : public Communicator {
   Status run(const OpRequest& request) override {
     PYCOMM_RETURN_IF_ERROR(check_usable(request));
     if (group_->is_in_handler_here()) return refuse_in_handler();
-    const bool is_small = collectives::is_flat(group_->context.shape, request.bytes());
+    const bool is_small = collectives::is_flat(group_->context.shape, request.kind, request.bytes(),
+                                               group_->context.world_size);
     if (is_small && group_->num_queued() == 0 && group_->try_own()) {
       if (group_->is_queue_empty() && !group_->has_failed()) {
         Status status = run_flat(request);
@@ -58,7 +59,7 @@ class CommunicatorImpl final : public Communicator {
       group_->release();
     }
     const auto operation = std::make_shared<QueuedOperation>(engine_, request);
-    engine_->submit(*group_, operation, true);
+    submit(operation, true);
     for (;;) {
       Status status = operation->wait(kSleepSliceNs / 1'000'000);
       if (operation->is_done()) return operation->status();
@@ -76,7 +77,7 @@ class CommunicatorImpl final : public Communicator {
     } else if (group_->is_in_handler_here()) {
       operation->complete(refuse_in_handler());
     } else {
-      engine_->submit(*group_, operation, false);
+      submit(operation, false);
     }
     return operation;
   }
@@ -119,6 +120,14 @@ class CommunicatorImpl final : public Communicator {
                            "belongs to the parent");
     }
     return collectives::validate(request, group_->context.rank, group_->context.world_size);
+  }
+
+  void submit(const std::shared_ptr<QueuedOperation>& operation, bool caller_waits) {
+    if (is_point_to_point(operation->request().kind)) {
+      engine_->submit_point_to_point(*group_, operation, caller_waits);
+    } else {
+      engine_->submit(*group_, operation, caller_waits);
+    }
   }
 
   // The fused step of a small operation, in the caller. The group is owned.

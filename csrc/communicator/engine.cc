@@ -290,6 +290,15 @@ void Engine::sweep_graves() {
 
 // A peer's word about a group counts before its own end does.
 void Engine::take_notices(const std::string& process_id, CoreLink& link) {
+  for (const transport::Whereabouts& theirs : link.take_whereabouts()) {
+    for (Member& member : members_) {
+      if (member.group->context.group != theirs.group) continue;
+      const auto& ids = member.process_ids;
+      const auto from = std::find(ids.begin(), ids.end(), process_id) - ids.begin();
+      if (from == static_cast<std::ptrdiff_t>(ids.size())) continue;
+      member.group->note_whereabouts(static_cast<Rank>(from), theirs);
+    }
+  }
   for (const transport::GroupNotice& notice : link.take_notices()) {
     for (Member& member : members_) {
       if (member.group->context.group != notice.group) continue;

@@ -68,6 +68,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // --- operations
   // `caller_waits`: wait() follows at once, so the progress thread need not be woken.
   void submit(Group& group, std::shared_ptr<QueuedOperation> operation, bool caller_waits);
+  void submit_point_to_point(Group& group, std::shared_ptr<QueuedOperation> operation,
+                             bool caller_waits);
   // Runs the engine in the calling thread, later parks. Ok when done, or kTimeout.
   Status wait(QueuedOperation& operation, std::int64_t timeout_ms);
   void abort_group(Group& group, const Status& status, Group::Tell tell = Group::Tell::kPeers);

@@ -42,6 +42,8 @@ bool Engine::progress() {
   int active = 0;
   for (Member& member : members_) {
     Group& group = *member.group;
+    moved |= group.advance_point_to_point(now);
+    active += group.point_to_point.num_pending();
     if (group.num_queued() == 0 || !group.try_own()) continue;
     moved |= group.advance(now);
     active += group.num_queued();
@@ -71,6 +73,21 @@ void Engine::submit(Group& group, std::shared_ptr<QueuedOperation> operation, bo
     group.release();
     num_active_.fetch_add(1);
     // The first chunk leaves now; whether a waiter or the progress thread goes on is open.
+    progress();
+  }
+  if (is_active() && !caller_waits) kick();
+}
+
+void Engine::submit_point_to_point(Group& group, std::shared_ptr<QueuedOperation> operation,
+                                   bool caller_waits) {
+  {
+    std::lock_guard lock(mutex_);
+    if (group.has_failed()) {
+      operation->complete(group.explain(group.failure(), operation->request(), 0));
+      return;
+    }
+    group.start_point_to_point(std::move(operation), real_clock().now_ns());
+    num_active_.fetch_add(1);
     progress();
   }
   if (is_active() && !caller_waits) kick();
@@ -193,9 +210,13 @@ void Engine::sleep_until_event() {
   {
     std::lock_guard lock(mutex_);
     const TimeNs now = real_clock().now_ns();
+    const auto wake_by = [&](TimeNs at) {
+      timeout = std::min(timeout, std::max<std::int64_t>(at - now, 0));
+    };
     for (Member& member : members_) {
+      wake_by(member.group->point_to_point.next_deadline());
       if (member.group->num_queued() == 0 || !member.group->try_own()) continue;
-      timeout = std::min(timeout, std::max<std::int64_t>(member.group->next_deadline() - now, 0));
+      wake_by(member.group->next_deadline());
       member.group->release();
     }
   }

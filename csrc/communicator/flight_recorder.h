@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 #include <vector>
 
 #include "pycomm/communicator.h"
@@ -17,6 +18,12 @@ class FlightRecorder {
   void end(std::uint64_t op_number, StatusCode code) {
     Entry& entry = entries_[op_number % kSize];
     entry.op_and_state = op_number << kStateBits | kFinished | static_cast<std::uint64_t>(code);
+  }
+  // Of an operation that is recent enough.
+  std::optional<Signature> signature_of(std::uint64_t op_number) const {
+    const Entry& entry = entries_[op_number % kSize];
+    if (entry.op_and_state >> kStateBits != op_number) return std::nullopt;
+    return entry.signature;
   }
   // Oldest first.
   std::vector<FlightRecord> snapshot(std::uint64_t last_op_number) const {

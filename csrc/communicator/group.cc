@@ -1,5 +1,7 @@
 #include "communicator/group.h"
 
+#include <algorithm>
+
 #include "communicator/engine.h"
 #include "platform/futex.h"
 #include "platform/system.h"
@@ -13,6 +15,9 @@ namespace {
 // How long a failure waits for the word that explains it; a death is noticed within a millisecond.
 constexpr base::TimeNs kLossGraceNs = 400'000'000;
 constexpr int kTurnsMax = 4;
+// An operation over messages that makes no headway for so long tells the others what it is.
+constexpr base::TimeNs kTellAfterNs = 50'000'000;
+constexpr std::size_t kWhereaboutsMax = 4096;
 
 }  // namespace
 
@@ -23,12 +28,13 @@ Status QueuedOperation::status() const {
   return status_;
 }
 
-void QueuedOperation::complete(Status status) {
+void QueuedOperation::complete(Status status, Rank source) {
   std::shared_ptr<void> keepalive;
   std::vector<std::function<void()>> callbacks;
   {
     std::lock_guard lock(mutex_);
     status_ = std::move(status);
+    source_ = source;
     callbacks.swap(callbacks_);
     keepalive.swap(request_.keepalive);
     done_.store(true, std::memory_order_release);
@@ -71,6 +77,7 @@ void Group::enqueue(std::shared_ptr<QueuedOperation> operation) {
   recorder.begin(operation->op_number(), operation->request().signature());
   queue_.push_back(std::move(operation));
   num_queued_.fetch_add(1, std::memory_order_release);
+  if (!whereabouts_.empty()) compare_whereabouts();
 }
 
 bool Group::advance(base::TimeNs now) {
@@ -84,6 +91,7 @@ bool Group::advance(base::TimeNs now) {
     const OpRequest& request = operation.request();
     const std::int64_t timeout = request.timeout_ms >= 0 ? request.timeout_ms : timeout_ms.load();
     current_ = std::make_unique<Execution>(context, request, base::deadline_after(now, timeout));
+    tell_at_ = context.flat ? base::kNever : now + kTellAfterNs;
   }
   bool moved = false;
   // A bounded number of turns, so that other groups and links get theirs.
@@ -91,7 +99,11 @@ bool Group::advance(base::TimeNs now) {
     if (!current_->advance(now)) break;
     moved = true;
   }
-  if (!current_->is_finished()) return moved;
+  if (!current_->is_finished()) {
+    if (moved && tell_at_ != base::kNever) tell_at_ = now + kTellAfterNs;
+    if (now >= tell_at_) tell_whereabouts(now);
+    return moved;
+  }
   const Status status = current_->status();
   const bool is_loss =
       status.code() == StatusCode::kPeerLost || status.code() == StatusCode::kAborted;
@@ -130,6 +142,75 @@ void Group::fail(const Status& status, Tell tell) {
     num_queued_.fetch_sub(1, std::memory_order_release);
     recorder.end(operation->op_number(), status.code());
     operation->complete(explain(status, operation->request(), operation->op_number()));
+  }
+  for (const auto& operation : point_to_point.cancel()) {
+    operation->complete(explain(status, operation->request(), 0));
+  }
+}
+
+// ---------------------------------------------------------------- sends and receives
+
+void Group::start_point_to_point(std::shared_ptr<QueuedOperation> operation, base::TimeNs now) {
+  const std::int64_t asked = operation->request().timeout_ms;
+  point_to_point.start(std::move(operation), now, asked >= 0 ? asked : timeout_ms.load());
+}
+
+bool Group::advance_point_to_point(base::TimeNs now) {
+  if (point_to_point.num_pending() == 0) return false;
+  std::vector<PointToPoint::Ended> ended;
+  if (has_failed()) {
+    const Status status = failure();
+    for (auto& operation : point_to_point.cancel()) {
+      ended.push_back({std::move(operation), status, kNoRank});
+    }
+  }
+  bool moved = point_to_point.advance(now, &ended);
+  for (const PointToPoint::Ended& end : ended) {
+    end.operation->complete(explain(end.status, end.operation->request(), 0), end.source);
+    // Who waits for the other half of a message that failed here waits in vain.
+    if (!end.status.is_ok()) mark_failed(end.status);
+    moved = true;
+  }
+  return moved;
+}
+
+// ---------------------------------------------------------------- different operations
+
+void Group::tell_whereabouts(base::TimeNs now) {
+  tell_at_ = now + 20 * kTellAfterNs;
+  const OpRequest& request = queue_.front()->request();
+  for (Link* link : context.links) {
+    if (link == nullptr) continue;
+    static_cast<transport::CoreLink*>(link)->send_whereabouts(
+        {context.group, request.op_number, request.signature()});
+  }
+}
+
+void Group::note_whereabouts(Rank peer, const transport::Whereabouts& theirs) {
+  // A flat exchange compares by itself.
+  if (context.flat || has_failed() || theirs.op >= kPointToPointOp) return;
+  if (whereabouts_.size() >= kWhereaboutsMax) return;
+  whereabouts_[{peer, theirs.op}] = theirs.signature;
+  compare_whereabouts();
+}
+
+void Group::compare_whereabouts() {
+  for (auto it = whereabouts_.begin(); it != whereabouts_.end();) {
+    const auto [peer, op] = it->first;
+    if (op > last_op_number()) {
+      ++it;
+      continue;
+    }
+    const Signature theirs = it->second;
+    const std::optional<Signature> mine = recorder.signature_of(op);
+    it = whereabouts_.erase(it);
+    if (!mine || *mine == theirs || has_failed()) continue;
+    // The peer finds out by the same comparison.
+    static_cast<transport::CoreLink*>(context.links[static_cast<std::size_t>(peer)])
+        ->send_whereabouts({context.group, op, *mine});
+    mark_failed(Status::error(
+        StatusCode::kInvalidUsage,
+        collectives::describe_difference(op, context.rank, *mine, peer, theirs), peer));
   }
 }
 
@@ -178,7 +259,7 @@ void Group::note_peer_departed(Rank peer) {
 
 base::TimeNs Group::next_deadline() const {
   if (loss_deadline_ != 0) return loss_deadline_;
-  return current_ ? current_->deadline() : base::kNever;
+  return current_ ? std::min(current_->deadline(), tell_at_) : base::kNever;
 }
 
 void Group::wake_peers() {
@@ -196,9 +277,15 @@ void Group::wake_peers() {
 Status Group::explain(const Status& status, const OpRequest& request,
                       std::uint64_t op_number) const {
   if (status.is_ok()) return status;
-  std::string text = std::string(to_string(request.kind)) + " #" + std::to_string(op_number) +
-                     " of group '" + context.name + "' on rank " + std::to_string(context.rank) +
-                     ": ";
+  std::string text = to_string(request.kind);
+  if (is_point_to_point(request.kind)) {
+    text += request.kind == OpKind::kSend ? " to " : " from ";
+    text += request.root == kAnySource ? "any rank" : "rank " + std::to_string(request.root);
+    text += " (tag " + std::to_string(request.tag) + ")";
+  } else {
+    text += " #" + std::to_string(op_number);
+  }
+  text += " of group '" + context.name + "' on rank " + std::to_string(context.rank) + ": ";
   // A text that was explained for an earlier operation is quoted whole.
   return Status::error(status.code(), text + status.message(), status.rank());
 }

@@ -3,7 +3,8 @@
 // Ownership. `own` is a flag, not a lock: a caller with a small operation takes it and runs the
 // exchange itself; the engine takes it to advance queued operations and passes by if it cannot.
 // Everything in `context` and the queue belongs to the holder. Links additionally need the
-// engine's mutex, which is taken second.
+// engine's mutex, which is taken second; sends and receives need that mutex only, so that a caller
+// that waits inside an exchange does not hold them up.
 #pragma once
 
 #include <atomic>
@@ -16,6 +17,7 @@
 #include "collectives/execution.h"
 #include "communicator/flight_recorder.h"
 #include "communicator/fork_guard.h"
+#include "communicator/point_to_point.h"
 #include "transport/shm/factory.h"
 
 namespace pycomm::communicator {
@@ -34,10 +36,11 @@ class QueuedOperation final : public Operation,
   Status wait(std::int64_t timeout_ms) override;
   void on_done(std::function<void()> callback) override;
   std::uint64_t op_number() const override { return request_.op_number; }
+  Rank source() const override { return source_; }
 
   OpRequest& request() { return request_; }
   // By the engine, once.
-  void complete(Status status);
+  void complete(Status status, Rank source = kNoRank);
   // Parks until done or the time is up.
   void park(std::int64_t timeout_ns);
 
@@ -45,6 +48,7 @@ class QueuedOperation final : public Operation,
   const std::shared_ptr<Engine> engine_;
   const std::uint64_t generation_ = fork_generation();
   OpRequest request_;
+  Rank source_ = kNoRank;  // before done_
   std::atomic<bool> done_{false};
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -60,6 +64,7 @@ class Group final : public collectives::Waker {
   std::function<bool()> is_interrupted;
   std::byte* flat_area = nullptr;  // mine
   FlightRecorder recorder;
+  PointToPoint point_to_point{context};  // needs the engine's mutex
 
   // Whether a failure is news to the other ranks, or a planned end.
   enum class Tell { kPeers, kNobody };
@@ -81,7 +86,14 @@ class Group final : public collectives::Waker {
   bool advance(base::TimeNs now);
   // The group is over: everything queued ends with `status`, and so does what comes.
   void fail(const Status& status, Tell tell = Tell::kPeers);
+  // When the holder must look again at the latest.
   base::TimeNs next_deadline() const;
+
+  // --- with the engine's mutex
+  void start_point_to_point(std::shared_ptr<QueuedOperation> operation, base::TimeNs now);
+  bool advance_point_to_point(base::TimeNs now);
+  // A peer has waited for some time in an operation that it calls `signature`.
+  void note_whereabouts(Rank peer, const transport::Whereabouts& theirs);
 
   // --- any thread
   bool has_failed() const { return failed_.load(std::memory_order_acquire); }
@@ -118,6 +130,13 @@ class Group final : public collectives::Waker {
   std::atomic<int> num_queued_{0};
   std::atomic<bool> failed_{false};
   std::atomic<bool> untold_{false};
+  // Tells the others where this rank stands, once an operation has waited for long; and looks
+  // whether what they said of an operation is what it was here.
+  void tell_whereabouts(base::TimeNs now);
+  void compare_whereabouts();
+
+  base::TimeNs tell_at_ = base::kNever;  // when the current operation has waited for long
+  std::map<std::pair<Rank, std::uint64_t>, Signature> whereabouts_;  // of peers that are ahead
   base::TimeNs loss_deadline_ = 0;  // until then the current operation's loss awaits its cause
   bool loss_seen_ = false;          // the links have had a look since
   std::atomic<std::thread::id> handler_thread_{};

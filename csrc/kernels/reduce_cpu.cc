@@ -1,5 +1,6 @@
 // Choice of an instruction set, once per process, and the block loop around fold_block.
 #include <cstring>
+#include <vector>
 
 #include "kernels/reduce.h"
 
@@ -46,7 +47,6 @@ const ReduceKernels& reduce_kernels() {
 
 void fold(std::byte* const* outputs, int num_outputs, const std::byte* const* inputs,
           int num_inputs, std::uint64_t count, DType dtype, ReduceOp op, double scale) {
-  constexpr int kPointersMax = 64;
   const ReduceKernels& kernels = reduce_kernels();
   const std::uint64_t element_bytes = dtype_bytes(dtype);
   const std::uint64_t block = kFoldBlockBytes / element_bytes;
@@ -56,14 +56,14 @@ void fold(std::byte* const* outputs, int num_outputs, const std::byte* const* in
     kernels.fold_block(outputs, num_outputs, inputs, num_inputs, count, dtype, op, scale);
     return;
   }
-  std::byte* outs[kPointersMax];
-  const std::byte* ins[kPointersMax];
+  std::vector<std::byte*> outs(static_cast<std::size_t>(num_outputs));
+  std::vector<const std::byte*> ins(static_cast<std::size_t>(num_inputs));
   for (std::uint64_t first = 0; first < count; first += block) {
     const std::uint64_t offset = first * element_bytes;
-    for (int k = 0; k < num_outputs; ++k) outs[k] = outputs[k] + offset;
-    for (int k = 0; k < num_inputs; ++k) ins[k] = inputs[k] + offset;
+    for (int k = 0; k < num_outputs; ++k) outs[static_cast<std::size_t>(k)] = outputs[k] + offset;
+    for (int k = 0; k < num_inputs; ++k) ins[static_cast<std::size_t>(k)] = inputs[k] + offset;
     const std::uint64_t n = count - first < block ? count - first : block;
-    kernels.fold_block(outs, num_outputs, ins, num_inputs, n, dtype, op, scale);
+    kernels.fold_block(outs.data(), num_outputs, ins.data(), num_inputs, n, dtype, op, scale);
   }
 }
 

@@ -16,6 +16,7 @@ class CoreLink : public Link, public std::enable_shared_from_this<CoreLink> {
   void post(Transfer& transfer) override { core_.post(transfer); }
   void send(Transfer& transfer) override { core_.send(transfer); }
   void cancel(Transfer& transfer) override { core_.cancel(transfer); }
+  bool is_offered(const TransferId& id) const override { return core_.is_offered(id); }
   void retire(std::uint64_t group, std::uint64_t op) override { core_.retire(group, op); }
   RemoteMemory* remote_memory() override { return &core_; }
   LinkCounters counters() const override { return core_.counters(); }
@@ -44,6 +45,8 @@ class CoreLink : public Link, public std::enable_shared_from_this<CoreLink> {
   const Status& failure() const { return core_.failure(); }
   bool peer_departed() const { return core_.peer_departed(); }
   void send_notice(const GroupNotice& notice) { core_.send_notice(notice); }
+  void send_whereabouts(const Whereabouts& mine) { core_.send_whereabouts(mine); }
+  std::vector<Whereabouts> take_whereabouts() { return core_.take_whereabouts(); }
   std::vector<GroupNotice> take_notices() { return core_.take_notices(); }
   // Everything queued here, a goodbye included, has left.
   bool is_flushed() const { return core_.is_idle(); }

@@ -8,7 +8,7 @@
 
 namespace pycomm::transport {
 
-inline constexpr std::uint32_t kProtocolVersion = 1;
+inline constexpr std::uint32_t kProtocolVersion = 2;
 
 enum class FrameKind : std::uint8_t {
   kEager = 1,    // a whole small message
@@ -22,8 +22,9 @@ enum class FrameKind : std::uint8_t {
   kFetchAdd,     // signature = region, argument = offset, message_bytes = delta
   kFetchReply,   // argument = the old value, key = 1 if the region refused it
   kGroupFailed,  // the sender's group failed: argument = StatusCode, key = rank at fault + 1
+  kWhereabouts,  // the sender is in this operation, under this signature, and makes no headway
 };
-inline constexpr int kFrameKindMax = static_cast<int>(FrameKind::kGroupFailed);
+inline constexpr int kFrameKindMax = static_cast<int>(FrameKind::kWhereabouts);
 
 struct FrameHeader {
   std::uint8_t kind = 0;

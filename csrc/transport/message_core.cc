@@ -67,8 +67,8 @@ void MessageCore::post(Transfer& transfer) {
   }
   const bool fresh = posts_.emplace(transfer.id, &transfer).second;
   PYCOMM_CHECK(fresh);
-  if (transfer.bytes > options_.eager_bytes_max && !options_.pulls) {
-    emit(FrameKind::kClear, transfer.id, 0);
+  if (transfer.bytes > options_.eager_bytes_max && !options_.pulls && !transfer.is_announced) {
+    emit_clear(transfer);
   }
 }
 
@@ -93,14 +93,14 @@ void MessageCore::send(Transfer& transfer) {
   const bool fresh = sends_.emplace(transfer.id, &transfer).second;
   PYCOMM_CHECK(fresh);
   const bool is_small = transfer.bytes <= options_.eager_bytes_max;
-  if (!is_small && !options_.peer_pulls) return;  // the post will clear it
+  if (!is_small && !options_.peer_pulls && !transfer.is_announced) return;  // the post clears it
   std::uint32_t slot = 0;
   FrameHeader header;
   header.kind = static_cast<std::uint8_t>(FrameKind::kRequest);
   header.set_id(transfer.id);
   header.signature = transfer.signature;
   header.message_bytes = transfer.bytes;
-  if (!is_small && pull_port_->announce(&slot)) {
+  if (!is_small && options_.peer_pulls && pull_port_->announce(&slot)) {
     header.argument = reinterpret_cast<std::uint64_t>(transfer.data);
     header.key = slot;
     transfer.slot = std::uint64_t{slot} + 1;  // zero: not announced
@@ -163,6 +163,7 @@ void MessageCore::retire(std::uint64_t group, std::uint64_t op) {
       ++it;
       continue;
     }
+    if (!is_dead) note_whereabouts(waiting.header);
     if (incoming_.to_unexpected && incoming_.header.id() == it->first) {
       incoming_.to_unexpected = false;  // its last bytes go nowhere, and give the window back
       incoming_.target = nullptr;
@@ -173,9 +174,16 @@ void MessageCore::retire(std::uint64_t group, std::uint64_t op) {
   }
   if (!early_clears_.empty()) {
     std::erase_if(early_clears_, [&](const auto& item) {
-      return item.first.group == group && item.first.op < op;
+      const bool is_over = item.first.group == group && item.first.op < op;
+      if (is_over && !is_dead) note_whereabouts(item.second);
+      return is_over;
     });
   }
+}
+
+bool MessageCore::is_offered(const TransferId& id) const {
+  const auto it = unexpected_.find(id);
+  return it != unexpected_.end() && it->second.claimed == nullptr;
 }
 
 // ---------------------------------------------------------------- outgoing
@@ -188,6 +196,11 @@ void MessageCore::emit(FrameKind kind, const TransferId& id, std::uint64_t argum
   header.argument = argument;
   header.key = key;
   outgoing_.push_back({header, nullptr, nullptr, {}, false});
+}
+
+void MessageCore::emit_clear(const Transfer& transfer) {
+  emit(FrameKind::kClear, transfer.id, 0);
+  outgoing_.back().header.signature = transfer.signature;
 }
 
 void MessageCore::emit_payload(FrameKind kind, Transfer& transfer, std::uint64_t offset,

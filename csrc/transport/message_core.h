@@ -53,6 +53,14 @@ struct GroupNotice {
   Rank rank = kNoRank;
 };
 
+// Where a peer stands: told after it has waited for some time, or concluded from a message for an
+// operation that ended here without it. So ranks that are in different operations find out.
+struct Whereabouts {
+  std::uint64_t group = 0;
+  std::uint64_t op = 0;
+  Signature signature = 0;
+};
+
 class MessageCore final : public RemoteMemory {
  public:
   // What one unexpected message costs beside its bytes, so that empty ones are bounded too.
@@ -67,6 +75,7 @@ class MessageCore final : public RemoteMemory {
   void post(Transfer& transfer);
   void send(Transfer& transfer);
   void cancel(Transfer& transfer);
+  bool is_offered(const TransferId& id) const;
   void retire(std::uint64_t group, std::uint64_t op);
 
   // --- outgoing: take front(), put it on the wire in whole, then pop().
@@ -94,6 +103,8 @@ class MessageCore final : public RemoteMemory {
   bool peer_departed() const { return departed_; }
   void send_notice(const GroupNotice& notice);
   std::vector<GroupNotice> take_notices() { return std::exchange(notices_, {}); }
+  void send_whereabouts(const Whereabouts& mine);
+  std::vector<Whereabouts> take_whereabouts() { return std::exchange(whereabouts_, {}); }
   bool is_idle() const { return outgoing_.empty(); }
 
   LinkCounters& counters() { return counters_; }
@@ -133,6 +144,7 @@ class MessageCore final : public RemoteMemory {
   void finish(Transfer& transfer, Status status);
   bool is_retired(const TransferId& id) const;
   void emit(FrameKind kind, const TransferId& id, std::uint64_t argument, std::uint32_t key = 0);
+  void emit_clear(const Transfer& transfer);
   void emit_payload(FrameKind kind, Transfer& transfer, std::uint64_t offset, std::uint64_t bytes);
   void emit_data(Transfer& transfer);
   void give_window_back(std::uint64_t bytes);
@@ -148,6 +160,7 @@ class MessageCore final : public RemoteMemory {
   void on_fetch_reply(const FrameHeader& header);
   void on_goodbye();
   void on_group_failed(const FrameHeader& header);
+  void note_whereabouts(const FrameHeader& header);
   void end_eager();
   Region* region_at(std::uint64_t region, std::uint64_t offset, std::uint64_t bytes);
 
@@ -163,7 +176,7 @@ class MessageCore final : public RemoteMemory {
   Map sends_;    // announced, or waiting for kClear
   Map fetches_;  // waiting for kFetchReply
   std::unordered_map<TransferId, Unexpected, base::TransferIdHash> unexpected_;
-  std::unordered_map<TransferId, bool, base::TransferIdHash> early_clears_;
+  std::unordered_map<TransferId, FrameHeader, base::TransferIdHash> early_clears_;
   std::unordered_map<std::uint64_t, std::uint64_t> retired_below_;  // by group
   std::deque<std::uint64_t> dead_groups_;                           // bounds retired_below_
   std::unordered_map<std::uint64_t, Region> regions_;
@@ -172,6 +185,7 @@ class MessageCore final : public RemoteMemory {
   bool departed_ = false;
   bool said_goodbye_ = false;
   std::vector<GroupNotice> notices_;
+  std::vector<Whereabouts> whereabouts_;
   LinkCounters counters_;
 };
 

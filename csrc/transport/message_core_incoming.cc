@@ -51,6 +51,7 @@ Status MessageCore::begin(const FrameHeader& header) {
     case FrameKind::kFetchAdd: on_fetch_add(header); return Status();
     case FrameKind::kFetchReply: on_fetch_reply(header); return Status();
     case FrameKind::kGroupFailed: on_group_failed(header); return Status();
+    case FrameKind::kWhereabouts: note_whereabouts(header); return Status();
   }
   return Status();
 }
@@ -63,6 +64,7 @@ Status MessageCore::begin_eager(const FrameHeader& header) {
   window_taken_ += header.payload_bytes + kOverheadBytes;
   if (window_taken_ > options_.eager_window_bytes) return protocol_error("more than the window");
   const TransferId id = header.id();
+  if (is_retired(id)) note_whereabouts(header);
   if (is_retired(id) || unexpected_.contains(id)) return Status();  // late or double: thrown away
   if (const auto it = posts_.find(id); it != posts_.end()) {
     Transfer& transfer = *it->second;
@@ -147,6 +149,7 @@ void MessageCore::end_eager() {
 
 Status MessageCore::on_request(const FrameHeader& header) {
   const TransferId id = header.id();
+  if (is_retired(id)) note_whereabouts(header);
   if (is_retired(id) || unexpected_.contains(id)) return Status();
   if (const auto it = posts_.find(id); it != posts_.end()) {
     accept_request(*it->second, header);
@@ -164,7 +167,7 @@ void MessageCore::accept_request(Transfer& transfer, const FrameHeader& header) 
     return;
   }
   const bool may_pull = options_.pulls && header.argument != 0;
-  if (!may_pull) return emit(FrameKind::kClear, transfer.id, 0);
+  if (!may_pull) return emit_clear(transfer);
   posts_.erase(transfer.id);
   Status status = pull_port_->pull(header.key, header.argument, transfer.data, transfer.bytes);
   if (status.is_ok()) {
@@ -178,11 +181,14 @@ void MessageCore::accept_request(Transfer& transfer, const FrameHeader& header) 
 
 Status MessageCore::on_clear(const FrameHeader& header) {
   const TransferId id = header.id();
-  if (is_retired(id)) return Status();
+  if (is_retired(id)) {
+    note_whereabouts(header);
+    return Status();
+  }
   const auto it = sends_.find(id);
   if (it == sends_.end()) {
     if (early_clears_.size() >= kPendingMax) return protocol_error("too many clearances");
-    early_clears_.emplace(id, true);
+    early_clears_.emplace(id, header);
     return Status();
   }
   Transfer& transfer = *it->second;
@@ -219,6 +225,21 @@ void MessageCore::on_group_failed(const FrameHeader& header) {
   if (!is_code || notices_.size() >= kNoticesMax) return;
   notices_.push_back(
       {header.group, static_cast<StatusCode>(header.argument), static_cast<Rank>(header.key) - 1});
+}
+
+void MessageCore::send_whereabouts(const Whereabouts& mine) {
+  if (!failure_.is_ok() || departed_ || said_goodbye_) return;
+  TransferId id;
+  id.group = mine.group;
+  id.op = mine.op;
+  emit(FrameKind::kWhereabouts, id, 0);
+  outgoing_.back().header.signature = mine.signature;
+}
+
+void MessageCore::note_whereabouts(const FrameHeader& header) {
+  constexpr std::size_t kWhereaboutsMax = 1024;  // the engine takes them at every turn
+  if (whereabouts_.size() >= kWhereaboutsMax) return;
+  whereabouts_.push_back({header.group, header.op, header.signature});
 }
 
 // Everything the peer ever sent has been taken in: what is still open here stays so.

@@ -8,6 +8,7 @@
 
 #include "base/rng.h"
 #include "collectives/execution.h"
+#include "op_cases.h"
 #include "transport/sim/network.h"
 
 namespace pycomm {
@@ -49,7 +50,7 @@ struct Scenario {
 // One rank: its group, its data, the operation that it is in.
 struct SimRank {
   GroupContext context;
-  std::vector<std::vector<float>> outputs;
+  std::vector<std::unique_ptr<test::OpData>> data;
   std::unique_ptr<Execution> current;
   int next = 0;
   Status status;
@@ -66,9 +67,10 @@ class SimulatedRun {
     base::Rng rng(scenario.seed ^ 0xdada);
     for (int i = 0; i < scenario.num_operations; ++i) {
       static constexpr std::uint64_t kCounts[] = {0, 1, 5, 300, 4'000, 60'000};
-      counts_.push_back(kCounts[rng.below(6)]);
-      kinds_.push_back(static_cast<OpKind>(rng.below(kNumOpKinds)));
+      cases_.push_back({static_cast<OpKind>(rng.below(kNumCollectives)), scenario.world_size,
+                        kCounts[rng.below(6)], i % scenario.world_size});
     }
+    const bool is_deterministic = rng.below(3) == 0;
     for (Rank r = 0; r < scenario.world_size; ++r) {
       auto rank = std::make_unique<SimRank>();
       rank->context.group = 77;
@@ -76,6 +78,7 @@ class SimulatedRun {
       rank->context.world_size = scenario.world_size;
       rank->context.chunk_bytes = 8 * 1024;
       rank->context.shape.recursive_bytes_max = 2 * 1024;
+      rank->context.shape.is_deterministic = is_deterministic;
       for (Rank p = 0; p < scenario.world_size; ++p) {
         rank->context.links.push_back(p == r ? nullptr : network_.link(r, p));
       }
@@ -107,10 +110,10 @@ class SimulatedRun {
       const SimRank& rank = *ranks_[static_cast<std::size_t>(r)];
       if (network_.is_dead(r)) continue;
       ASSERT_TRUE(rank.status.is_ok()) << rank.status.to_string();
-      for (std::size_t i = 0; i < rank.outputs.size(); ++i) {
-        for (std::size_t k = 0; k < rank.outputs[i].size(); ++k) {
-          ASSERT_EQ(rank.outputs[i][k], expected(i, k)) << "rank " << r << " operation " << i;
-        }
+      for (std::size_t i = 0; i < rank.data.size(); ++i) {
+        ASSERT_EQ(cases_[i].first_wrong(r, *rank.data[i]), -1)
+            << "rank " << r << " operation " << i << ", " << to_string(cases_[i].kind) << " of "
+            << cases_[i].count;
       }
     }
   }
@@ -171,42 +174,15 @@ class SimulatedRun {
 
   OpRequest make_request(SimRank& rank, Rank r) {
     const auto i = static_cast<std::size_t>(rank.next);
-    OpRequest request;
-    request.kind = kinds_[i];
-    request.dtype = DType::kFloat32;
-    request.count = request.kind == OpKind::kBarrier ? 0 : counts_[i];
-    request.root = static_cast<Rank>(i) % scenario_.world_size;
+    rank.data.push_back(std::make_unique<test::OpData>());
+    OpRequest request = cases_[i].request(r, *rank.data.back());
     request.op_number = i + 1;
-    const auto n = static_cast<std::uint64_t>(scenario_.world_size);
-    std::vector<float> data(request.kind == OpKind::kAllGather ? request.count * n : request.count);
-    const std::uint64_t base =
-        request.kind == OpKind::kAllGather ? request.count * static_cast<std::uint64_t>(r) : 0;
-    for (std::uint64_t k = 0; k < request.count; ++k)
-      data[base + k] = static_cast<float>((r + 1) * static_cast<int>(1 + k % 13));
-    rank.outputs.push_back(std::move(data));
-    auto* memory = reinterpret_cast<std::byte*>(rank.outputs.back().data());
-    request.output = memory;
-    request.input = memory + base * sizeof(float);
     return request;
-  }
-
-  float expected(std::size_t i, std::size_t k) const {
-    const int n = scenario_.world_size;
-    switch (kinds_[i]) {
-      case OpKind::kBroadcast:
-        return static_cast<float>((static_cast<int>(i) % n + 1) * static_cast<int>(1 + k % 13));
-      case OpKind::kAllGather: {
-        const auto r = static_cast<int>(k / counts_[i]);
-        return static_cast<float>((r + 1) * static_cast<int>(1 + k % counts_[i] % 13));
-      }
-      default: return static_cast<float>(n * (n + 1) / 2 * static_cast<int>(1 + k % 13));
-    }
   }
 
   const Scenario scenario_;
   Network network_;
-  std::vector<std::uint64_t> counts_;
-  std::vector<OpKind> kinds_;
+  std::vector<test::OpCase> cases_;
   std::vector<std::unique_ptr<SimRank>> ranks_;
 };
 

@@ -5,28 +5,54 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "pycomm/types.h"
 
 namespace pycomm {
 
+// Of an uneven all_to_all: elements that go to, and come from, each rank. Both lie one after the
+// other in input and output, in rank order.
+struct Splits {
+  std::vector<std::uint64_t> send;
+  std::vector<std::uint64_t> recv;
+};
+
+inline constexpr Rank kAnySource = -2;
+
 // Memory stays valid until the operation has ended; what `keepalive` holds is kept until no peer
 // can touch it any more, which after a failure may be longer.
+//
+// Elements at input and output, n ranks, `count` of one rank's part:
+//   all_reduce, broadcast    count, count     (in place: equal pointers)
+//   reduce                   count, count     (output at the root only)
+//   all_gather, gather       count, n count   (in place: input is this rank's part of output)
+//   reduce_scatter, scatter  n count, count   (in place: output is this rank's part of input)
+//   all_to_all               n count, n count (uneven: the sums of splits)
+//   send; recv               count, 0; 0, count
+// Other overlaps of input and output are refused.
 struct OpRequest {
   OpKind kind = OpKind::kBarrier;
   DType dtype = DType::kUInt8;
   ReduceOp op = ReduceOp::kSum;
-  Rank root = 0;
+  Rank root = 0;  // of send and recv: the other rank, or kAnySource
   const std::byte* input = nullptr;
-  std::byte* output = nullptr;   // all_gather: world_size * count elements; may equal input
-  std::uint64_t count = 0;       // elements of one rank's contribution
-  std::int64_t timeout_ms = -1;  // -1: the group's
+  std::byte* output = nullptr;
+  std::uint64_t count = 0;
+  std::uint32_t tag = 0;                 // of send and recv
+  std::shared_ptr<const Splits> splits;  // of an uneven all_to_all
+  std::int64_t timeout_ms = -1;          // -1: the group's
   std::shared_ptr<void> keepalive;
   std::uint64_t op_number = 0;  // set by the group
 
   std::uint64_t bytes() const { return count * dtype_bytes(dtype); }
   double scale(int world_size) const { return op == ReduceOp::kAvg ? 1.0 / world_size : 1.0; }
-  Signature signature() const { return make_signature(kind, dtype, op, root, count); }
+  // A receiver signs as the sender that it expects. Counts of an uneven all_to_all differ by pair.
+  Signature signature() const {
+    if (is_point_to_point(kind))
+      return make_signature(OpKind::kSend, dtype, ReduceOp::kSum, 0, count);
+    return make_signature(kind, dtype, op, root, splits ? 0 : count);
+  }
 };
 
 // Thread: any. Kept by shared_ptr; dropping it does not stop the operation.
@@ -42,6 +68,8 @@ class Operation {
   // other operations, and for their callbacks.
   virtual void on_done(std::function<void()> callback) = 0;
   virtual std::uint64_t op_number() const = 0;
+  // Of a recv that is done: who sent.
+  virtual Rank source() const = 0;
 };
 
 }  // namespace pycomm

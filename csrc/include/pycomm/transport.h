@@ -47,6 +47,9 @@ struct Transfer {
   Signature signature = 0;
   std::byte* data = nullptr;  // the destination of a post, the source of a send (never written)
   std::uint64_t bytes = 0;
+  // Both sides set it where the receiver looks with is_offered() before it posts: then even a large
+  // message that waits for its post is announced.
+  bool is_announced = false;
   TransferState state = TransferState::kIdle;
   Status status;
 
@@ -121,6 +124,8 @@ class Link {
   virtual void send(Transfer& transfer) = 0;
   // Forgets a pending transfer: afterwards the link touches neither it nor its span.
   virtual void cancel(Transfer& transfer) = 0;
+  // Whether the peer has sent, or announced, a transfer of this name that nobody posted yet.
+  virtual bool is_offered(const TransferId& id) const = 0;
   // Operations of `group` below `op` are over here: what is buffered for them or still comes is
   // dropped.
   virtual void retire(std::uint64_t group, std::uint64_t op) = 0;

@@ -28,8 +28,31 @@ inline constexpr int kNumDTypes = 12;
 enum class ReduceOp : std::uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
 inline constexpr int kNumReduceOps = 8;
 
-enum class OpKind : std::uint8_t { kBarrier, kAllReduce, kBroadcast, kAllGather };
-inline constexpr int kNumOpKinds = 4;
+enum class OpKind : std::uint8_t {
+  kBarrier,
+  kAllReduce,
+  kBroadcast,
+  kAllGather,
+  kReduce,
+  kReduceScatter,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kAllToAllUneven,  // a count for every pair; OpRequest::splits
+  kSend,            // to one rank, outside the order of the collectives
+  kRecv,
+};
+inline constexpr int kNumOpKinds = 12;
+inline constexpr int kNumCollectives = 10;  // those that every rank takes part in
+
+constexpr bool is_point_to_point(OpKind kind) { return kind >= OpKind::kSend; }
+constexpr bool reduces(OpKind kind) {
+  return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
+}
+constexpr bool has_root(OpKind kind) {
+  return kind == OpKind::kBroadcast || kind == OpKind::kReduce || kind == OpKind::kGather ||
+         kind == OpKind::kScatter;
+}
 
 constexpr std::size_t dtype_bytes(DType dtype) {
   constexpr std::uint8_t kBytes[kNumDTypes] = {8, 4, 2, 2, 1, 2, 4, 8, 1, 1, 8, 16};

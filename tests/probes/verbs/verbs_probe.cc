@@ -127,6 +127,7 @@ class VerbsProbeLink final : public Link, public RemoteMemory {
     sends_.erase(t.id);
     release(t);
   }
+  bool is_offered(const TransferId&) const override { return false; }
   void retire(std::uint64_t, std::uint64_t) override {}
 
   bool progress() override {
