@@ -54,6 +54,7 @@ py::list flight_records(ProcessGroup& group) {
 PYBIND11_MODULE(_torch, m) {
   m.attr("torch_version") = PYCOMM_TORCH_VERSION;
   py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>(m, "ProcessGroupPycomm")
+      .def_property_readonly("options", &ProcessGroup::getBackendOptions)
       .def("peer_stats", &peer_stats)
       .def("flight_records", &flight_records);
   m.def("create_process_group", &pycomm::torch_backend::create_process_group, py::arg("store"),

@@ -1,6 +1,6 @@
 #include "process_group.h"
 
-#include "tensors.h"
+#include <algorithm>
 
 namespace pycomm::torch_backend {
 namespace {
@@ -42,22 +42,6 @@ class StoreAdapter final : public Store {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
-std::int64_t timeout_ms(std::chrono::milliseconds timeout) {
-  return timeout == c10d::kUnsetTimeout ? -1 : timeout.count();
-}
-
-void check_one(const std::vector<at::Tensor>& tensors, const char* operation) {
-  TORCH_CHECK(tensors.size() == 1, "pycomm: ", operation, " takes one tensor per rank");
-  check_movable(tensors[0], operation);
-}
-
-OpRequest reducing_request(const at::Tensor& flat, const c10d::ReduceOp& op) {
-  OpRequest request = moving_request(OpKind::kAllReduce, flat);
-  request.dtype = reducible_dtype(flat.scalar_type());
-  request.op = reduce_op(op);
-  return request;
-}
-
 }  // namespace
 
 ProcessGroup::ProcessGroup(std::unique_ptr<Communicator> communicator,
@@ -77,143 +61,95 @@ std::shared_ptr<Communicator> ProcessGroup::communicator() {
   return communicator_;
 }
 
-void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
-  options_->timeout = timeout;
-  communicator()->set_timeout_ms(timeout.count());
-}
-
-c10::intrusive_ptr<c10d::Work> ProcessGroup::issue(const c10::intrusive_ptr<Work>& work,
-                                                   std::vector<OpRequest> requests, bool is_async,
-                                                   Copies finish_up) {
+// What an operation's copies and timeouts need is decided here, once for all of them.
+WorkPtr ProcessGroup::issue(Title title, std::vector<Staged> staged, Tensors inputs,
+                            Tensors outputs, std::chrono::milliseconds timeout, bool is_async) {
   const std::shared_ptr<Communicator> communicator = this->communicator();
-  if (!is_async && requests.size() == 1) {
-    const Status status = communicator->run(requests[0]);
+  auto work = c10::make_intrusive<Work>(getRank(), title.type, title.text, std::move(inputs),
+                                        std::move(outputs));
+  const auto chosen = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
+  for (Staged& one : staged) one.request.timeout_ms = chosen.count();
+  c10::intrusive_ptr<Work> together;
+  {
+    std::lock_guard lock(coalescing_mutex_);
+    if (coalesced_ && coalescing_thread_ == std::this_thread::get_id()) together = coalesced_;
+  }
+  if (!is_async && staged.size() == 1 && !together) {
+    const Status status = communicator->run(staged[0].request);
     rethrow_python_signal();
-    if (status.is_ok() && finish_up) finish_up();
+    if (status.is_ok()) staged[0].finish();
     work->set_done(status);
     return work;
   }
   std::vector<std::shared_ptr<Operation>> operations;
-  operations.reserve(requests.size());
-  for (const OpRequest& request : requests) operations.push_back(communicator->start(request));
-  work->set_operations(std::move(operations), std::move(finish_up));
+  for (Staged& one : staged) {
+    one.request.keepalive = one.keepalive();
+    operations.push_back(communicator->start(one.request));
+  }
+  std::function<void()> finish_up;
+  if (std::any_of(staged.begin(), staged.end(), [](const Staged& s) { return s.needs_finish(); })) {
+    finish_up = [staged = std::move(staged)] {
+      for (const Staged& one : staged) one.finish();
+    };
+  }
+  if (together) together->add_operations(operations, finish_up);
+  work->add_operations(std::move(operations), together ? nullptr : std::move(finish_up));
   return work;
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tensors,
-                                                       const c10d::AllreduceOptions& options) {
-  check_one(tensors, "all_reduce");
-  const at::Tensor& tensor = tensors[0];
-  auto work = c10::make_intrusive<Work>(getRank(), c10d::OpType::ALLREDUCE, "pycomm:all_reduce",
-                                        tensors, tensors);
-  const at::Tensor flat = tensor.contiguous();
-  OpRequest request = reducing_request(flat, options.reduceOp);
-  request.timeout_ms = timeout_ms(options.timeout);
-  Copies finish_up;
-  if (!flat.is_same(tensor)) finish_up = [flat, tensor] { tensor.copy_(flat); };
-  if (options.asyncOp) request.keepalive = keep({flat});
-  return issue(work, {request}, options.asyncOp, std::move(finish_up));
+WorkPtr ProcessGroup::issue_one(Title title, Staged staged, Tensors inputs, Tensors outputs,
+                                std::chrono::milliseconds timeout, bool is_async) {
+  std::vector<Staged> list;
+  list.push_back(std::move(staged));
+  return issue(title, std::move(list), std::move(inputs), std::move(outputs), timeout, is_async);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
-    std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  auto work = c10::make_intrusive<Work>(getRank(), c10d::OpType::ALLREDUCE_COALESCED,
-                                        "pycomm:all_reduce", tensors, tensors);
-  std::vector<OpRequest> requests;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  for (const at::Tensor& tensor : tensors) {
-    check_movable(tensor, "all_reduce");
-    const at::Tensor flat = tensor.contiguous();
-    if (!flat.is_same(tensor)) copies.emplace_back(tensor, flat);
-    requests.push_back(reducing_request(flat, options.reduceOp));
-    requests.back().timeout_ms = timeout_ms(options.timeout);
-    requests.back().keepalive = keep({flat});
-  }
-  return issue(work, std::move(requests), true, [copies] {
-    for (const auto& [tensor, flat] : copies) tensor.copy_(flat);
-  });
+void ProcessGroup::startCoalescing() {
+  std::lock_guard lock(coalescing_mutex_);
+  TORCH_CHECK(!coalesced_, "pycomm: this group is coalescing already");
+  coalescing_thread_ = std::this_thread::get_id();
+  coalesced_ = c10::make_intrusive<Work>(getRank(), c10d::OpType::COALESCED, "pycomm:coalesced",
+                                         Tensors{}, Tensors{});
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tensors,
-                                                       const c10d::BroadcastOptions& options) {
-  check_one(tensors, "broadcast");
-  const at::Tensor& tensor = tensors[0];
-  auto work = c10::make_intrusive<Work>(getRank(), c10d::OpType::BROADCAST, "pycomm:broadcast",
-                                        tensors, tensors);
-  const at::Tensor flat = tensor.contiguous();
-  OpRequest request = moving_request(OpKind::kBroadcast, flat);
-  request.root = static_cast<Rank>(options.rootRank);
-  request.timeout_ms = timeout_ms(options.timeout);
-  Copies finish_up;
-  if (!flat.is_same(tensor)) finish_up = [flat, tensor] { tensor.copy_(flat); };
-  if (options.asyncOp) request.keepalive = keep({flat});
-  return issue(work, {request}, options.asyncOp, std::move(finish_up));
-}
-
-c10::intrusive_ptr<c10d::Work> ProcessGroup::_allgather_base(
-    at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
-  check_movable(input, "all_gather");
-  check_movable(output, "all_gather");
-  TORCH_CHECK(
-      output.numel() == input.numel() * getSize() && output.scalar_type() == input.scalar_type(),
-      "pycomm: all_gather of ", input.numel(), " elements of ", input.scalar_type(), " from ",
-      getSize(), " ranks needs an output of as many, not ", output.numel(), " of ",
-      output.scalar_type());
-  auto work =
-      c10::make_intrusive<Work>(getRank(), c10d::OpType::_ALLGATHER_BASE, "pycomm:all_gather",
-                                std::vector<at::Tensor>{input}, std::vector<at::Tensor>{output});
-  const at::Tensor flat_input = input.contiguous();
-  const at::Tensor flat_output =
-      output.is_contiguous() ? output : at::empty_like(output, at::MemoryFormat::Contiguous);
-  OpRequest request = moving_request(OpKind::kAllGather, flat_input);
-  request.output = data_of(flat_output);
-  request.timeout_ms = timeout_ms(options.timeout);
-  if (options.asyncOp) request.keepalive = keep({flat_input, flat_output});
-  Copies finish_up;
-  if (!flat_output.is_same(output)) {
-    finish_up = [flat_output, output] { output.copy_(flat_output); };
-  }
-  return issue(work, {request}, options.asyncOp, std::move(finish_up));
-}
-
-c10::intrusive_ptr<c10d::Work> ProcessGroup::allgather(
-    std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
-    const c10d::AllgatherOptions& options) {
-  check_one(inputs, "all_gather");
-  TORCH_CHECK(outputs.size() == 1 && outputs[0].size() == static_cast<std::size_t>(getSize()),
-              "pycomm: all_gather needs one output tensor per rank");
-  const at::Tensor flat_input = inputs[0].contiguous();
-  for (const at::Tensor& output : outputs[0]) {
-    check_movable(output, "all_gather");
-    TORCH_CHECK(
-        output.numel() == flat_input.numel() && output.scalar_type() == flat_input.scalar_type(),
-        "pycomm: all_gather needs outputs like its input (for uneven sizes, pad)");
-  }
-  auto work = c10::make_intrusive<Work>(getRank(), c10d::OpType::ALLGATHER, "pycomm:all_gather",
-                                        inputs, outputs[0]);
-  const at::Tensor gathered = at::empty({getSize(), flat_input.numel()}, flat_input.options());
-  OpRequest request = moving_request(OpKind::kAllGather, flat_input);
-  request.output = data_of(gathered);
-  request.timeout_ms = timeout_ms(options.timeout);
-  if (options.asyncOp) request.keepalive = keep({flat_input, gathered});
-  return issue(work, {request}, options.asyncOp, [gathered, targets = outputs[0]] {
-    for (std::size_t r = 0; r < targets.size(); ++r) {
-      targets[r].copy_(gathered[static_cast<std::int64_t>(r)].view_as(targets[r]));
-    }
-  });
-}
-
-c10::intrusive_ptr<c10d::Work> ProcessGroup::barrier(const c10d::BarrierOptions& options) {
-  auto work = c10::make_intrusive<Work>(getRank(), c10d::OpType::BARRIER, "pycomm:barrier",
-                                        std::vector<at::Tensor>{}, std::vector<at::Tensor>{});
-  OpRequest request;
-  request.timeout_ms = timeout_ms(options.timeout);
-  return issue(work, {request}, options.asyncOp, {});
+WorkPtr ProcessGroup::endCoalescing() {
+  std::lock_guard lock(coalescing_mutex_);
+  TORCH_CHECK(coalesced_, "pycomm: endCoalescing() without startCoalescing()");
+  return std::exchange(coalesced_, nullptr);
 }
 
 std::uint64_t ProcessGroup::getSequenceNumberForGroup() {
   const auto records = communicator()->flight_records();
   return records.empty() ? 0 : records.back().op_number;
+}
+
+c10d::ErrorType ProcessGroup::getError() {
+  const Status health = communicator_ ? communicator_->health() : Status();
+  switch (health.code()) {
+    case StatusCode::kOk: return c10d::ErrorType::SUCCESS;
+    case StatusCode::kTimeout: return c10d::ErrorType::TIMEOUT;
+    case StatusCode::kPeerLost: return c10d::ErrorType::REMOTE_ERROR;
+    default: return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+at::Tensor ProcessGroup::allocateTensor(long size, at::TensorOptions options) {
+  const auto bytes = static_cast<std::uint64_t>(size) * options.dtype().itemsize();
+  if (auto memory = communicator()->allocate_shared(bytes); memory.is_ok()) {
+    const std::shared_ptr<std::byte>& data = memory.value();
+    return at::from_blob(data.get(), {size}, [data](void*) {}, options);
+  }
+  return at::empty({size}, options);
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroup::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      const std::vector<int>& ranks,
+                                                      const c10::intrusive_ptr<Options>& options) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+  if (mine == ranks.end()) return nullptr;
+  return create_process_group(store, static_cast<int>(mine - ranks.begin()),
+                              static_cast<int>(ranks.size()), options->timeout,
+                              options->group_name);
 }
 
 void ProcessGroup::abort() {

@@ -23,26 +23,10 @@ std::optional<DType> dtype_of(at::ScalarType type) {
   }
 }
 
-}  // namespace
-
-void check_movable(const at::Tensor& tensor, const char* operation) {
-  TORCH_CHECK(tensor.device().is_cpu(), "pycomm: ", operation, " got a tensor on ", tensor.device(),
-              ", but this group moves CPU tensors; create it with "
-              "init_process_group('cpu:pycomm,cuda:nccl'), or pass tensor.cpu()");
-  TORCH_CHECK(tensor.layout() == at::kStrided, "pycomm: ", operation,
-              " takes dense tensors only; call .to_dense() first");
-}
-
-DType reducible_dtype(at::ScalarType type) {
-  const auto dtype = dtype_of(type);
-  TORCH_CHECK(dtype.has_value(), "pycomm: no reduction is defined on ", c10::toString(type),
-              "; convert the tensor to float32, float16 or bfloat16 first");
-  return *dtype;
-}
-
-ReduceOp reduce_op(const c10d::ReduceOp& op) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM: return ReduceOp::kSum;
+ReduceOp reduce_op(c10d::ReduceOp::RedOpType op) {
+  switch (op) {
+    case c10d::ReduceOp::SUM:
+    case c10d::ReduceOp::PREMUL_SUM: return ReduceOp::kSum;
     case c10d::ReduceOp::AVG: return ReduceOp::kAvg;
     case c10d::ReduceOp::PRODUCT: return ReduceOp::kProduct;
     case c10d::ReduceOp::MIN: return ReduceOp::kMin;
@@ -54,26 +38,116 @@ ReduceOp reduce_op(const c10d::ReduceOp& op) {
   }
   TORCH_CHECK(false,
               "pycomm: this reduction is not supported; use SUM, AVG, PRODUCT, MIN, MAX, "
-              "BAND, BOR or BXOR");
+              "BAND, BOR, BXOR or PREMUL_SUM");
+}
+
+bool is_flat(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
 std::byte* data_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.numel() == 0 ? nullptr : tensor.data_ptr());
 }
 
-OpRequest moving_request(OpKind kind, const at::Tensor& tensor) {
-  OpRequest request;
-  request.kind = kind;
-  const auto dtype = dtype_of(tensor.scalar_type());
-  request.dtype = dtype.value_or(DType::kUInt8);
-  request.count = static_cast<std::uint64_t>(tensor.numel()) * (dtype ? 1 : tensor.element_size());
-  request.input = data_of(tensor);
-  request.output = data_of(tensor);
-  return request;
+}  // namespace
+
+void check_movable(const at::Tensor& tensor, const char* operation) {
+  TORCH_CHECK(tensor.device().is_cpu(), "pycomm: ", operation, " got a tensor on ", tensor.device(),
+              ", but this group moves CPU tensors; create it with "
+              "init_process_group('cpu:pycomm,cuda:nccl'), or pass tensor.cpu()");
+  TORCH_CHECK(tensor.layout() == at::kStrided, "pycomm: ", operation,
+              " takes dense tensors only; call .to_dense() first");
 }
 
-std::shared_ptr<void> keep(std::vector<at::Tensor> tensors) {
-  return std::make_shared<std::vector<at::Tensor>>(std::move(tensors));
+void check_alike(const Tensors& tensors, const at::Tensor& like, const char* operation) {
+  for (const at::Tensor& tensor : tensors) {
+    check_movable(tensor, operation);
+    TORCH_CHECK(tensor.scalar_type() == like.scalar_type() && tensor.numel() == like.numel(),
+                "pycomm: ", operation, " needs tensors alike on every rank: ", like.numel(), " ",
+                like.scalar_type(), " and ", tensor.numel(), " ", tensor.scalar_type(),
+                " (for uneven sizes, pad, or use all_to_all_single with split sizes)");
+  }
+}
+
+std::uint64_t Staged::units(const at::Tensor& tensor) {
+  const bool has_dtype = dtype_of(tensor.scalar_type()).has_value();
+  return static_cast<std::uint64_t>(tensor.numel()) *
+         static_cast<std::uint64_t>(has_dtype ? 1 : tensor.element_size());
+}
+
+void Staged::part(const at::Tensor& tensor) {
+  request.dtype = dtype_of(tensor.scalar_type()).value_or(DType::kUInt8);
+  request.count = units(tensor);
+}
+
+void Staged::reduction(const c10d::ReduceOp& op) {
+  request.op = reduce_op(op.op_);
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
+  const auto* supplement = static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+  factor_ = supplement->tensor_factor.defined() ? supplement->tensor_factor
+                                                : at::scalar_tensor(supplement->double_factor);
+}
+
+at::Tensor Staged::premultiplied(const at::Tensor& tensor) const {
+  return tensor.mul(factor_->to(tensor.scalar_type()));
+}
+
+at::Tensor Staged::flat(const at::Tensor& tensor) {
+  check_movable(tensor, name_);
+  TORCH_CHECK(!reduces(request.kind) || dtype_of(tensor.scalar_type()),
+              "pycomm: no reduction is defined on ", c10::toString(tensor.scalar_type()),
+              "; convert the tensor to float32, float16 or bfloat16 first");
+  const at::Tensor result =
+      is_flat(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
+  kept_.push_back(result);
+  return result;
+}
+
+void Staged::input(const at::Tensor& tensor) {
+  request.input = data_of(flat(factor_ ? premultiplied(tensor) : tensor));
+}
+
+void Staged::input(const Tensors& parts) {
+  Tensors flats;
+  for (const at::Tensor& part : parts) flats.push_back(flat(part).reshape({-1}));
+  input(at::cat(flats));
+}
+
+void Staged::output(const at::Tensor& tensor) {
+  check_movable(tensor, name_);
+  at::Tensor target = tensor;
+  if (!is_flat(tensor)) {
+    target =
+        at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
+    copies_.emplace_back(tensor, target);
+  }
+  kept_.push_back(target);
+  request.output = data_of(target);
+}
+
+void Staged::output(const Tensors& parts) {
+  std::int64_t total = 0;
+  for (const at::Tensor& part : parts) total += part.numel();
+  const at::Tensor block = at::empty({total}, parts.at(0).options());
+  std::int64_t offset = 0;
+  for (const at::Tensor& part : parts) {
+    check_movable(part, name_);
+    copies_.emplace_back(part, block.narrow(0, offset, part.numel()).view(part.sizes()));
+    offset += part.numel();
+  }
+  kept_.push_back(block);
+  request.output = data_of(block);
+}
+
+void Staged::in_place(const at::Tensor& tensor) {
+  input(tensor);
+  request.output = const_cast<std::byte*>(request.input);
+  const at::Tensor& used = kept_.back();
+  if (!used.is_same(tensor)) copies_.emplace_back(tensor, used);
+}
+
+void Staged::finish() const {
+  for (const auto& [to, from] : copies_) to.copy_(from);
 }
 
 }  // namespace pycomm::torch_backend

@@ -9,17 +9,48 @@
 
 namespace pycomm::torch_backend {
 
+using Tensors = std::vector<at::Tensor>;
+
 // Errors (as c10::Error): a device, layout or dtype that cannot be moved or reduced, with a remedy.
 void check_movable(const at::Tensor& tensor, const char* operation);
-DType reducible_dtype(at::ScalarType type);
-ReduceOp reduce_op(const c10d::ReduceOp& op);
+// That all can be moved, and are of the dtype and number of elements of `like`.
+void check_alike(const Tensors& tensors, const at::Tensor& like, const char* operation);
 
-std::byte* data_of(const at::Tensor& tensor);
+// One request in the making. Tensors that do not lie flat in memory go through flat copies, lists
+// of tensors through one block; what an operation wrote to a copy is copied out by finish().
+class Staged {
+ public:
+  Staged(OpKind kind, const char* name) : name_(name) { request.kind = kind; }
 
-// A request that moves the tensor's elements as they are; dtypes without arithmetic go as bytes.
-OpRequest moving_request(OpKind kind, const at::Tensor& tensor);
+  // Sets dtype and count from one rank's part. dtypes without arithmetic move as bytes.
+  void part(const at::Tensor& tensor);
+  // Errors: a reduction that is not defined on the dtype. A pre-multiplied sum scales its input.
+  void reduction(const c10d::ReduceOp& op);
 
-// Keeps a tensor's storage as long as a peer may touch it.
-std::shared_ptr<void> keep(std::vector<at::Tensor> tensors);
+  void input(const at::Tensor& tensor);
+  void input(const Tensors& parts);
+  void output(const at::Tensor& tensor);
+  void output(const Tensors& parts);
+  void in_place(const at::Tensor& tensor);
+
+  // Elements of the request's dtype in one tensor, or in `rows` of it.
+  static std::uint64_t units(const at::Tensor& tensor);
+
+  bool needs_finish() const { return !copies_.empty(); }
+  void finish() const;
+  // Keeps all memory as long as a peer may touch it.
+  std::shared_ptr<void> keepalive() const { return std::make_shared<Tensors>(kept_); }
+
+  OpRequest request;
+
+ private:
+  at::Tensor flat(const at::Tensor& tensor);
+  at::Tensor premultiplied(const at::Tensor& tensor) const;
+
+  const char* name_;
+  std::optional<at::Tensor> factor_;
+  Tensors kept_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // (to, from)
+};
 
 }  // namespace pycomm::torch_backend

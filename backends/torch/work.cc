@@ -36,11 +36,17 @@ Work::Work(int rank, c10d::OpType type, const char* title, std::vector<at::Tenso
            std::vector<at::Tensor> outputs)
     : c10d::Work(rank, type, title, std::move(inputs)), outputs_(std::move(outputs)) {}
 
-void Work::set_operations(std::vector<std::shared_ptr<Operation>> operations,
-                          std::function<void()> finish_up) {
-  operations_ = std::move(operations);
-  finish_up_ = std::move(finish_up);
+void Work::add_operations(const std::vector<std::shared_ptr<Operation>>& operations,
+                          const std::function<void()>& finish_up) {
+  operations_.insert(operations_.end(), operations.begin(), operations.end());
+  if (finish_up) finish_ups_.push_back(finish_up);
   if (!operations_.empty()) op_number_ = operations_.front()->op_number();
+}
+
+int Work::sourceRank() const {
+  TORCH_CHECK(operations_.size() == 1 && operations_[0]->source() != kNoRank,
+              "pycomm: only a receive that is done has a source rank");
+  return operations_[0]->source();
 }
 
 void Work::set_done(const Status& status, std::uint64_t op_number) {
@@ -71,16 +77,16 @@ void Work::settle() {
       if (status.is_ok()) status = operation->status();
     }
     std::exception_ptr error;
-    if (status.is_ok() && finish_up_) {
+    if (status.is_ok() && !finish_ups_.empty()) {
       // As the issuing thread would have done it, whichever thread this is.
       at::ThreadLocalStateGuard guard(issuer_);
       try {
-        finish_up_();
+        for (const auto& finish_up : finish_ups_) finish_up();
       } catch (...) {
         error = std::current_exception();
       }
     }
-    finish_up_ = nullptr;
+    finish_ups_.clear();
     finish_with(status, error);
   });
 }

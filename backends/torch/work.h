@@ -20,16 +20,17 @@ bool has_python_signal();
 void rethrow_python_signal();
 
 // One operation, or several that were issued together, or one that ran in the caller.
-// Thread: any. `finish_up` runs once, after success and before anyone sees it: copies that results
-// still need. Futures complete on the core's completion thread, never on its progress thread.
+// Thread: any. What finishes up runs once, after success and before anyone sees it: copies that
+// results still need. Futures complete on the core's completion thread, never on its progress
+// thread.
 class Work final : public c10d::Work {
  public:
   Work(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
        std::vector<at::Tensor> outputs);
 
-  // Exactly one of these, right after construction.
-  void set_operations(std::vector<std::shared_ptr<Operation>> operations,
-                      std::function<void()> finish_up = {});
+  // Before anyone waits: what it stands for, or that it is done.
+  void add_operations(const std::vector<std::shared_ptr<Operation>>& operations,
+                      const std::function<void()>& finish_up);
   void set_done(const Status& status, std::uint64_t op_number = 0);
 
   bool isCompleted() override;
@@ -38,6 +39,7 @@ class Work final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return outputs_; }
+  int sourceRank() const override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   std::uint64_t getSequencenumber() const override { return op_number_; }
 
@@ -48,10 +50,10 @@ class Work final : public c10d::Work {
   void complete_future();
 
   std::vector<std::shared_ptr<Operation>> operations_;
-  std::function<void()> finish_up_;
+  std::vector<std::function<void()>> finish_ups_;
   std::vector<at::Tensor> outputs_;
   std::uint64_t op_number_ = 0;
-  at::ThreadLocalState issuer_;  // grad and inference mode for finish_up
+  at::ThreadLocalState issuer_;  // grad and inference mode for finish_ups_
   std::once_flag settled_;
   mutable std::mutex status_mutex_;
   std::exception_ptr error_;  // set by settling

@@ -136,18 +136,23 @@ Status validate(const OpRequest& request, Rank rank, int world_size) {
   return invalid(std::string(to_string(request.kind)) + ": " + fault);
 }
 
-Status timed_out(const std::vector<Rank>& late) {
-  if (late.empty()) return Status::error(StatusCode::kTimeout, "timed out");
-  std::string text =
-      late.size() == 1 ? "timed out waiting for rank " : "timed out waiting for ranks ";
+Status timed_out(const std::vector<Rank>& late, std::int64_t timeout_ms) {
+  std::string text = "waited for rank";
+  if (late.size() > 1) text += "s";
   for (std::size_t i = 0; i < late.size(); ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(late[i]);
+    text += (i > 0 ? ", " : " ") + std::to_string(late[i]);
   }
-  return Status::error(StatusCode::kTimeout, text, late.front());
+  if (late.empty()) text = "went on";
+  return Status::error(StatusCode::kTimeout,
+                       text + " until the timeout of " + std::to_string(timeout_ms) + " ms",
+                       late.empty() ? kNoRank : late.front());
 }
 
-Execution::Execution(GroupContext& group, const OpRequest& request, base::TimeNs deadline)
-    : group_(group), request_(request), signature_(request.signature()), deadline_(deadline) {}
+Execution::Execution(GroupContext& group, const OpRequest& request, base::TimeNs now)
+    : group_(group),
+      request_(request),
+      signature_(request.signature()),
+      deadline_(base::deadline_after(now, request.timeout_ms)) {}
 
 Execution::~Execution() = default;
 
@@ -171,7 +176,7 @@ bool Execution::advance(base::TimeNs now) {
     case Stage::kFinished: return false;
   }
   if (!moved && now >= deadline_) {
-    abort(timed_out(waits_for()));
+    abort(timed_out(waits_for(), request_.timeout_ms));
     return true;
   }
   return moved;

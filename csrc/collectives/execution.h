@@ -22,7 +22,7 @@ namespace pycomm::collectives {
 Status validate(const OpRequest& request, Rank rank, int world_size);
 
 // kTimeout, naming the ranks that were waited for.
-Status timed_out(const std::vector<Rank>& late);
+Status timed_out(const std::vector<Rank>& late, std::int64_t timeout_ms);
 
 // Tensors that every rank of the group can read and write in place.
 struct SharedTensors {
@@ -65,7 +65,8 @@ class ScheduleRun;
 
 class Execution {
  public:
-  Execution(GroupContext& group, const OpRequest& request, base::TimeNs deadline);
+  // The request's timeout counts from `now`.
+  Execution(GroupContext& group, const OpRequest& request, base::TimeNs now);
   ~Execution();
 
   // Moves what can move; true if anything did. After is_finished() it does nothing.

@@ -92,14 +92,24 @@ class CommunicatorImpl final : public Communicator {
     group_->is_interrupted = std::move(is_interrupted);
   }
 
-  Result<std::byte*> allocate_shared(std::uint64_t bytes) override {
+  Result<std::shared_ptr<std::byte>> allocate_shared(std::uint64_t bytes) override {
     if (is_inherited() || engine_->host() == nullptr) {
       return Status::error(StatusCode::kSystem, "no shared memory: " + engine_->shm_refusal());
     }
-    return engine_->host()->allocate_arena(bytes);
+    const std::shared_ptr<transport::shm::Host> host = engine_->host();
+    auto memory = host->allocate_arena(bytes);
+    if (!memory.is_ok()) return memory.status();
+    const auto free = [host, made_in = generation_](std::byte* data) {
+      // A forked child has the same pages: they are the parent's to free.
+      if (made_in == fork_generation()) host->free_arena(data);
+    };
+    return std::shared_ptr<std::byte>(memory.value(), free);
   }
-  void free_shared(std::byte* data) override {
-    if (!is_inherited()) engine_->host()->free_arena(data);
+
+  Status health() const override {
+    if (is_inherited())
+      return Status::error(StatusCode::kInvalidUsage, "a forked child has no group");
+    return group_->has_failed() ? group_->failure() : Status();
   }
 
   std::vector<FlightRecord> flight_records() const override {
@@ -189,10 +199,12 @@ class CommunicatorImpl final : public Communicator {
       }
       const base::TimeNs now = platform::real_clock().now_ns();
       if (now >= deadline) {
-        return Status::error(StatusCode::kTimeout,
-                             "rank " + std::to_string(peer) + " did not arrive within " +
-                                 std::to_string(timeout) + " ms",
-                             peer);
+        std::vector<Rank> late;
+        for (Rank p = 0; p < group.context.world_size; ++p) {
+          if (!flat.has_arrived(p)) late.push_back(p);
+        }
+        // The slowest may have come while we looked.
+        if (!late.empty()) return collectives::timed_out(late, timeout);
       }
       if (now - start < kYieldNs) {
         engine_->crowding().yield();

@@ -43,7 +43,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   const std::string& process_id() const { return process_id_; }
   // Null if shared memory cannot be had; shm_refusal() says why.
-  transport::shm::Host* host() { return host_.get(); }
+  const std::shared_ptr<transport::shm::Host>& host() { return host_; }
   const std::string& shm_refusal() const { return shm_refusal_; }
   const std::string& local_name() const { return local_name_; }
   int local_listener() const { return local_listener_.get(); }
@@ -129,7 +129,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::string local_name_;
   std::string local_secret_;
   std::string shm_refusal_;
-  std::unique_ptr<transport::shm::Host> host_;
+  std::shared_ptr<transport::shm::Host> host_;  // as long as anyone has memory of it
   platform::UniqueFd local_listener_;
   platform::TcpListener tcp_listener_;
   std::mutex creation_mutex_;

@@ -88,9 +88,9 @@ bool Group::advance(base::TimeNs now) {
   }
   QueuedOperation& operation = *queue_.front();
   if (!current_) {
-    const OpRequest& request = operation.request();
-    const std::int64_t timeout = request.timeout_ms >= 0 ? request.timeout_ms : timeout_ms.load();
-    current_ = std::make_unique<Execution>(context, request, base::deadline_after(now, timeout));
+    OpRequest& request = operation.request();
+    if (request.timeout_ms < 0) request.timeout_ms = timeout_ms.load();
+    current_ = std::make_unique<Execution>(context, request, now);
     tell_at_ = context.flat ? base::kNever : now + kTellAfterNs;
   }
   bool moved = false;
@@ -151,8 +151,9 @@ void Group::fail(const Status& status, Tell tell) {
 // ---------------------------------------------------------------- sends and receives
 
 void Group::start_point_to_point(std::shared_ptr<QueuedOperation> operation, base::TimeNs now) {
-  const std::int64_t asked = operation->request().timeout_ms;
-  point_to_point.start(std::move(operation), now, asked >= 0 ? asked : timeout_ms.load());
+  OpRequest& request = operation->request();
+  if (request.timeout_ms < 0) request.timeout_ms = timeout_ms.load();
+  point_to_point.start(std::move(operation), now);
 }
 
 bool Group::advance_point_to_point(base::TimeNs now) {

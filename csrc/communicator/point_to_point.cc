@@ -11,12 +11,11 @@ TransferId PointToPoint::name_of(std::uint32_t tag, std::uint64_t number) const 
   return {context_.group, kPointToPointOp + number, context_.epoch, tag, 0};
 }
 
-void PointToPoint::start(std::shared_ptr<QueuedOperation> operation, base::TimeNs now,
-                         std::int64_t timeout_ms) {
+void PointToPoint::start(std::shared_ptr<QueuedOperation> operation, base::TimeNs now) {
   Pending& pending = pending_.emplace_back();
-  pending.deadline = base::deadline_after(now, timeout_ms);
   pending.operation = std::move(operation);
   const OpRequest& request = pending.operation->request();
+  pending.deadline = base::deadline_after(now, request.timeout_ms);
   pending.peer = request.root;
   pending.transfer.signature = request.signature();
   pending.transfer.bytes = request.bytes();
@@ -84,14 +83,22 @@ bool PointToPoint::advance(base::TimeNs now, std::vector<Ended>* ended) {
         continue;
       }
       if (transfer.state == TransferState::kPending) link(pending.peer).cancel(transfer);
-      status = is_known ? collectives::timed_out({pending.peer})
-                        : Status::error(StatusCode::kTimeout, "timed out waiting for any rank");
+      status = collectives::timed_out(possible_peers(pending.peer), request.timeout_ms);
     }
     ended->push_back({std::move(pending.operation), status, pending.peer});
     it = pending_.erase(it);
     moved = true;
   }
   return moved;
+}
+
+std::vector<Rank> PointToPoint::possible_peers(Rank peer) const {
+  if (peer != kAnySource) return {peer};
+  std::vector<Rank> all;
+  for (Rank p = 0; p < context_.world_size; ++p) {
+    if (p != context_.rank) all.push_back(p);
+  }
+  return all;
 }
 
 Status PointToPoint::explain(const Pending& pending) const {

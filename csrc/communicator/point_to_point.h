@@ -25,7 +25,8 @@ class PointToPoint {
  public:
   explicit PointToPoint(collectives::GroupContext& context) : context_(context) {}
 
-  void start(std::shared_ptr<QueuedOperation> operation, base::TimeNs now, std::int64_t timeout_ms);
+  // The request's timeout counts from `now`.
+  void start(std::shared_ptr<QueuedOperation> operation, base::TimeNs now);
   // What ended on its way: the operation, its status, and who sent.
   struct Ended {
     std::shared_ptr<QueuedOperation> operation;
@@ -54,6 +55,7 @@ class PointToPoint {
   // Offers the transfer to its link, once it is known which; false while it is not.
   bool offer(Pending& pending);
   Rank find_offer(std::uint32_t tag);
+  std::vector<Rank> possible_peers(Rank peer) const;
   Status explain(const Pending& pending) const;
 
   collectives::GroupContext& context_;

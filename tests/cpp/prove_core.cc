@@ -113,7 +113,7 @@ int prove_shared() {
       platform::pin_thread_to_allowed_cpu(comm.rank());
       auto memory = comm.allocate_shared(kBytes);
       if (!memory.is_ok()) return 1;
-      auto* data = reinterpret_cast<float*>(memory.value());
+      auto* data = reinterpret_cast<float*>(memory.value().get());
       const std::uint64_t count = kBytes / sizeof(float);
       std::vector<double> laps;
       for (int i = 0; i < 25; ++i) {

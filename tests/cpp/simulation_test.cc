@@ -157,7 +157,8 @@ class SimulatedRun {
     if (hear_others(r)) return true;
     bool moved = false;
     if (!rank.current && rank.next < scenario_.num_operations) {
-      rank.current = std::make_unique<Execution>(rank.context, make_request(rank, r), base::kNever);
+      rank.current =
+          std::make_unique<Execution>(rank.context, make_request(rank, r), network_.now_ns());
       ++rank.next;
       moved = true;
     }

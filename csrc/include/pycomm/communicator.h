@@ -70,10 +70,12 @@ class Communicator {
   // Polled every ~50 ms while a caller waits; true makes the wait end with kAborted.
   virtual void set_interrupt_check(std::function<bool()> is_interrupted) = 0;
 
-  // Memory that the host's other ranks can reach: collectives on it copy nothing.
-  // Errors: kSystem if shared memory is short or not shared with every rank.
-  virtual Result<std::byte*> allocate_shared(std::uint64_t bytes) = 0;
-  virtual void free_shared(std::byte* data) = 0;
+  // Zeroed memory that the host's other ranks can reach: collectives on it copy nothing. It may
+  // outlive the communicator. Errors: kSystem if shared memory is short or cannot be had.
+  virtual Result<std::shared_ptr<std::byte>> allocate_shared(std::uint64_t bytes) = 0;
+
+  // Ok while the group can be used, then the failure that ended it.
+  virtual Status health() const = 0;
 
   virtual std::vector<FlightRecord> flight_records() const = 0;
   virtual std::vector<PeerStats> peer_stats() const = 0;
