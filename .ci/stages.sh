@@ -28,7 +28,7 @@ sanitize() {
 }
 
 fuzz() {
-  local seconds=${PYCOMM_FUZZ_SECONDS:-20} name
+  local seconds=${FUZZ_SECONDS:-20} name
   mkdir -p build/fuzz
   for name in message_core hello membership; do
     mkdir -p build/fuzz/corpus_$name
@@ -80,10 +80,10 @@ quic_probe() {
 prove() {
   local failed=0
   build release -DPYCOMM_PROBES=ON || return 1
-  # Benchmarks are not timed tests: PYCOMM_TIMING=report prints the two figures and goes on.
+  # Benchmarks are not timed tests: PROVE_TIMING=report prints the two figures and goes on.
   local claim
   for claim in latency shared; do
-    build/release/tests/cpp/prove_core $claim || [ "${PYCOMM_TIMING:-hold}" = report ] || failed=1
+    build/release/tests/cpp/prove_core $claim || [ "${PROVE_TIMING:-hold}" = report ] || failed=1
   done
   build/release/tests/cpp/prove_core kill 100 || failed=1
   python tests/probes/quic/run_probe.py --program build/release/tests/probes/quic/quic_probe || failed=1

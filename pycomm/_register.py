@@ -31,4 +31,5 @@ def _create(options: Any, backend_options: Any) -> Any:
         options.group_size,
         options.timeout,
         options.group_id,
+        list(options.global_ranks_in_group),
     )

@@ -49,6 +49,13 @@ py::list flight_records(ProcessGroup& group) {
   return result;
 }
 
+std::string dump_flight_records(ProcessGroup& group, const std::string& folder) {
+  py::gil_scoped_release no_gil;
+  const auto path = group.communicator()->dump_flight_records(folder);
+  if (!path.is_ok()) std::rethrow_exception(pycomm::torch_backend::to_exception(path.status()));
+  return path.value();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_torch, m) {
@@ -56,9 +63,10 @@ PYBIND11_MODULE(_torch, m) {
   py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>(m, "ProcessGroupPycomm")
       .def_property_readonly("options", &ProcessGroup::getBackendOptions)
       .def("peer_stats", &peer_stats)
-      .def("flight_records", &flight_records);
+      .def("flight_records", &flight_records)
+      .def("dump_flight_records", &dump_flight_records, py::arg("folder"));
   m.def("create_process_group", &pycomm::torch_backend::create_process_group, py::arg("store"),
         py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
-        py::call_guard<py::gil_scoped_release>());
+        py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>());
   m.def("shutdown_process", &pycomm::shutdown_process, py::call_guard<py::gil_scoped_release>());
 }

@@ -24,6 +24,12 @@ class StoreAdapter final : public Store {
     return value;
   }
 
+  Result<bool> has(const std::string& key) override {
+    bool found = false;
+    PYCOMM_RETURN_IF_ERROR(guarded([&] { found = store_->check({key}); }));
+    return found;
+  }
+
  private:
   template <class F>
   static Status guarded(F&& body) {
@@ -148,8 +154,8 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroup::split(const c10::intrusive_ptr<c
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
   if (mine == ranks.end()) return nullptr;
   return create_process_group(store, static_cast<int>(mine - ranks.begin()),
-                              static_cast<int>(ranks.size()), options->timeout,
-                              options->group_name);
+                              static_cast<int>(ranks.size()), options->timeout, options->group_name,
+                              ranks);
 }
 
 void ProcessGroup::abort() {
@@ -165,12 +171,14 @@ void ProcessGroup::shutdown() {
 c10::intrusive_ptr<ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,
                                                       std::chrono::milliseconds timeout,
-                                                      const std::string& group_name) {
-  std::string complaint;
-  pycomm::Options options = pycomm::Options::from_environment(&complaint);
-  TORCH_CHECK(complaint.empty(), "pycomm: ", complaint);
+                                                      const std::string& group_name,
+                                                      const std::vector<int>& global_ranks) {
+  Resolution resolution = resolve_options();
+  TORCH_CHECK(resolution.complaint.empty(), "pycomm: ", resolution.complaint);
+  pycomm::Options& options = resolution.options;
   options.timeout_ms = timeout.count();
   options.group_name = group_name.empty() ? "default" : group_name;
+  options.global_ranks = global_ranks;
   options.framework = std::string("torch ") + PYCOMM_TORCH_VERSION;
   StoreAdapter adapter(store);
   auto communicator = Communicator::create(adapter, rank, size, options);

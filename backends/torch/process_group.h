@@ -108,6 +108,7 @@ class ProcessGroup final : public c10d::Backend {
 c10::intrusive_ptr<ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,
                                                       std::chrono::milliseconds timeout,
-                                                      const std::string& group_name);
+                                                      const std::string& group_name,
+                                                      const std::vector<int>& global_ranks);
 
 }  // namespace pycomm::torch_backend

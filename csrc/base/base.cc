@@ -1,10 +1,9 @@
-// Bodies of status.h, types.h, check.h and log.h.
+// Bodies of status.h, types.h and check.h.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 
 #include "base/check.h"
-#include "base/log.h"
 #include "pycomm/types.h"
 
 namespace pycomm {
@@ -84,30 +83,6 @@ namespace base {
 void check_failed(const char* file, int line, const char* expression) {
   std::fprintf(stderr, "pycomm: check failed at %s:%d: %s\n", file, line, expression);
   std::abort();
-}
-
-namespace {
-std::atomic<int> g_level{static_cast<int>(LogLevel::kWarn)};
-}
-
-void set_log_level(LogLevel level) { g_level.store(static_cast<int>(level)); }
-
-namespace {
-std::string& log_prefix() {
-  static auto* prefix = new std::string("pycomm ");
-  return *prefix;
-}
-}  // namespace
-
-void set_log_prefix(const std::string& prefix) { log_prefix() = prefix; }
-
-bool log_enabled(LogLevel level) { return static_cast<int>(level) <= g_level.load(); }
-
-void log(LogLevel level, const std::string& text) {
-  if (!log_enabled(level)) return;
-  static const char* const names[] = {"error", "warning", "info"};
-  const std::string line = log_prefix() + names[static_cast<int>(level)] + ": " + text + "\n";
-  std::fwrite(line.data(), 1, line.size(), stderr);  // unbuffered: one write
 }
 
 }  // namespace base

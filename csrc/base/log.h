@@ -1,16 +1,31 @@
-// Log lines to stderr: "pycomm[pid] level: text", one write each. The level is set once at start.
+// Log lines "pycomm[host:pid] WARN text" to stderr or a file, one write each. Warnings and errors
+// are always told; INFO and TRACE by subsystem, as NCCL users know it.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace pycomm::base {
 
-enum class LogLevel : int { kError = 0, kWarn = 1, kInfo = 2 };
+enum class LogLevel : int { kError = 0, kWarn = 1, kInfo = 2, kTrace = 3 };
+enum class Subsystem : std::uint32_t {
+  kInit = 1,  // groups that come and go
+  kColl = 2,  // collectives
+  kP2p = 4,   // sends and receives
+  kNet = 8,   // sockets
+  kShm = 16,  // shared memory
+  kEnv = 32,  // settings
+  kAll = 63,
+};
 
-void set_log_level(LogLevel level);
-// What every line starts with; set before other threads log.
-void set_log_prefix(const std::string& prefix);
-bool log_enabled(LogLevel level);
-void log(LogLevel level, const std::string& text);
+// Each returns false, and changes nothing, for what it does not know.
+bool set_log_level_named(const std::string& level);  // VERSION, WARN, INFO, TRACE
+bool set_log_subsystems(const std::string& list);    // "INIT,NET", "^SHM", "ALL"
+// %h and %p have been replaced by set_log_identity()'s; given before that, the file opens then.
+bool set_log_file(const std::string& path);
+void set_log_identity(const std::string& host, int pid);
+
+bool log_enabled(LogLevel level, Subsystem subsystem);
+void log(LogLevel level, Subsystem subsystem, const std::string& text);
 
 }  // namespace pycomm::base

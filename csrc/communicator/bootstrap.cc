@@ -26,6 +26,8 @@ constexpr TimeNs kHandshakeNs = 5'000'000'000;
 constexpr std::size_t kPendingMax = 64;
 constexpr std::int64_t kRetryNs = 20'000'000;
 constexpr TimeNs kFirstWordNs = 500'000'000;
+constexpr TimeNs kAskStoreNs = 200'000'000;
+constexpr std::int64_t kStoreSliceMs = 2'000;
 constexpr int kRefusalsLogged = 5;  // of one group's creation
 
 TimeNs handshake_deadline(TimeNs deadline) {
@@ -73,9 +75,14 @@ Status drive(Membership& membership, int fd, TimeNs deadline, bool* was_heard) {
 
 class Connector {
  public:
-  Connector(Engine& engine, const std::vector<Hello>& hellos, Rank rank, const Options& options,
-            TimeNs deadline)
-      : engine_(engine), hellos_(hellos), rank_(rank), options_(options), deadline_(deadline) {}
+  Connector(Engine& engine, Meeting& meeting, const std::vector<Hello>& hellos, Rank rank,
+            const Options& options, TimeNs deadline)
+      : engine_(engine),
+        meeting_(meeting),
+        hellos_(hellos),
+        rank_(rank),
+        options_(options),
+        deadline_(deadline) {}
 
   Status connect_lower() {
     for (Rank peer = 0; peer < rank_; ++peer) {
@@ -89,6 +96,7 @@ class Connector {
   }
 
   Status accept_higher() {
+    TimeNs ask_at = real_clock().now_ns() + kAskStoreNs;
     for (;;) {
       Rank missing = kNoRank;
       for (Rank peer = rank_ + 1; peer < size(); ++peer) {
@@ -99,6 +107,10 @@ class Connector {
         return Status::error(StatusCode::kTimeout,
                              "rank " + std::to_string(missing) + " did not connect in time",
                              missing);
+      }
+      if (real_clock().now_ns() > ask_at) {
+        PYCOMM_RETURN_IF_ERROR(meeting_.check());
+        ask_at = real_clock().now_ns() + kAskStoreNs;
       }
       const bool moved = accept_local() | accept_tcp();
       if (!moved) platform::sleep_ns(200'000);
@@ -167,7 +179,8 @@ class Connector {
 
   void log_refusal(const char* what, const Status& status) {
     if (num_refusals_++ >= kRefusalsLogged) return;
-    base::log(base::LogLevel::kWarn, std::string(what) + " was refused: " + status.message());
+    base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+              std::string(what) + " was refused: " + status.message());
   }
 
   bool is_awaited(const std::string& process_id) {
@@ -214,12 +227,19 @@ class Connector {
     auto secret = secret_for(theirs);
     if (!secret.is_ok()) return secret.status();
     const bool is_local = theirs.host == hello(rank_).host;
-    const std::string address =
-        is_local && options_.bind_address.empty() ? "127.0.0.1" : theirs.tcp_address;
-    if (!is_local) PYCOMM_RETURN_IF_ERROR(announce_plaintext(address));
+    const std::string& address = is_local ? theirs.tcp_local_address : theirs.tcp_address;
+    if (!is_local) {
+      if (const Viability reach = is_reachable_from_elsewhere(address); !reach.viable) {
+        return Status::error(StatusCode::kInvalidUsage, reach.reason);
+      }
+      PYCOMM_RETURN_IF_ERROR(announce_plaintext(address));
+    }
     for (;;) {
-      auto stream = platform::connect_tcp(address, theirs.tcp_port, deadline_);
-      if (!stream.is_ok()) return stream.status();
+      // It has listened since before it said hello: who does not answer soon never will.
+      const TimeNs until = std::min(
+          deadline_, base::deadline_after(real_clock().now_ns(), options_.connect_timeout_ms));
+      auto stream = platform::connect_tcp(address, theirs.tcp_port, until);
+      if (!stream.is_ok()) return explain_unreachable(stream.status(), address, theirs.tcp_port);
       Membership membership = Membership::connector(secret.value(), engine_.process_id(),
                                                     theirs.process_id, platform::random_hex128());
       bool was_heard = false;
@@ -231,6 +251,17 @@ class Connector {
     }
   }
 
+  Status explain_unreachable(const Status& status, const std::string& address,
+                             std::uint16_t port) const {
+    return Status::error(
+        status.code() == StatusCode::kTimeout ? StatusCode::kSystem : status.code(),
+        status.message() + "; it listens on port " + std::to_string(port) + " and advertises " +
+            address +
+            ": is that the interface to use (PYCOMM_SOCKET_IFNAME, "
+            "PYCOMM_ADVERTISE_ADDR there), and does a firewall let the port through "
+            "(PYCOMM_PORT_RANGE)?");
+  }
+
   Status announce_plaintext(const std::string& address) {
     if (platform::is_public_address(address) && !options_.allow_public_plaintext) {
       return Status::error(StatusCode::kInvalidUsage,
@@ -240,7 +271,7 @@ class Connector {
     }
     static std::atomic<bool> said{false};
     if (!said.exchange(true)) {
-      base::log(base::LogLevel::kWarn,
+      base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
                 "TCP between hosts is authenticated at connect but not encrypted");
     }
     return Status();
@@ -317,6 +348,7 @@ class Connector {
   }
 
   Engine& engine_;
+  Meeting& meeting_;
   const std::vector<Hello>& hellos_;
   const Rank rank_;
   const Options& options_;
@@ -327,29 +359,50 @@ class Connector {
 
 }  // namespace
 
-Result<std::vector<Hello>> exchange(Store& store, const std::string& group_name, Rank rank,
-                                    const Hello& mine, TimeNs deadline) {
-  const auto key = [&](Rank r) { return "pycomm/" + group_name + "/" + std::to_string(r); };
-  PYCOMM_RETURN_IF_ERROR(store.set(key(rank), encode(mine)));
+Result<std::vector<Hello>> Meeting::exchange(const Hello& mine, TimeNs deadline) {
+  const auto key = [&](Rank r) { return prefix_ + std::to_string(r); };
+  PYCOMM_RETURN_IF_ERROR(store_.set(key(rank_), encode(mine)));
   std::vector<Hello> hellos;
   for (Rank r = 0; r < mine.world_size; ++r) {
-    const std::int64_t left_ms =
-        std::max<std::int64_t>((deadline - real_clock().now_ns()) / 1'000'000, 1);
-    auto text = store.get(key(r), left_ms);
+    Result<std::string> text = Status::error(StatusCode::kTimeout, "not asked yet");
+    do {
+      const std::int64_t left_ms = (deadline - real_clock().now_ns()) / 1'000'000;
+      text = store_.get(key(r), std::clamp<std::int64_t>(left_ms, 1, kStoreSliceMs));
+      if (text.is_ok()) break;
+      PYCOMM_RETURN_IF_ERROR(check());
+    } while (text.status().code() == StatusCode::kTimeout && real_clock().now_ns() < deadline);
     if (!text.is_ok()) return about_rank(text.status(), r, "waiting for the hello of");
     auto hello = decode(text.value());
     if (!hello.is_ok()) return about_rank(hello.status(), r, "reading the hello of");
     // One's own is not taken from the store.
-    hellos.push_back(r == rank ? mine : std::move(hello).value());
+    hellos.push_back(r == rank_ ? mine : std::move(hello).value());
   }
   return hellos;
 }
 
-Result<std::vector<std::shared_ptr<CoreLink>>> connect_all(Engine& engine,
+void Meeting::give_up(const Status& why) {
+  if (is_over_) return;
+  is_over_ = true;
+  // A store that fails too has told the others by itself.
+  static_cast<void>(store_.set(
+      prefix_ + "failed", "rank " + std::to_string(rank_) + " could not join: " + why.message()));
+}
+
+Status Meeting::check() {
+  const auto failed = store_.has(prefix_ + "failed");
+  if (!failed.is_ok()) return failed.status();
+  if (!failed.value()) return Status();
+  is_over_ = true;
+  auto why = store_.get(prefix_ + "failed", 1000);
+  if (!why.is_ok()) return why.status();
+  return Status::error(StatusCode::kAborted, why.value().substr(0, 2000));
+}
+
+Result<std::vector<std::shared_ptr<CoreLink>>> connect_all(Engine& engine, Meeting& meeting,
                                                            const std::vector<Hello>& hellos,
                                                            Rank rank, const Options& options,
                                                            TimeNs deadline) {
-  Connector connector(engine, hellos, rank, options, deadline);
+  Connector connector(engine, meeting, hellos, rank, options, deadline);
   PYCOMM_RETURN_IF_ERROR(connector.connect_lower());
   PYCOMM_RETURN_IF_ERROR(connector.accept_higher());
   std::vector<std::shared_ptr<CoreLink>> links;

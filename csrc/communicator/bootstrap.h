@@ -25,6 +25,7 @@ struct Hello {
   std::string shm_refusal;
   std::string local_name;
   std::string tcp_address;
+  std::string tcp_local_address;  // for ranks on the same host
   std::uint16_t tcp_port = 0;
   bool has_secret = false;
   std::uint64_t nonce = 0;  // rank 0's becomes the group's id
@@ -41,14 +42,31 @@ Status compare(const std::vector<Hello>& hellos);
 enum class Path { kShm, kTcp };
 Path choose_path(const Hello& a, const Hello& b);
 
-// Publishes mine and collects all. Errors: kTimeout naming the first missing rank.
-Result<std::vector<Hello>> exchange(Store& store, const std::string& group_name, Rank rank,
-                                    const Hello& mine, base::TimeNs deadline);
+// A group's creation as its ranks see it in the store: who has said hello, and whether one of them
+// gave up, which ends it for all.
+class Meeting {
+ public:
+  Meeting(Store& store, const std::string& group_name, Rank rank)
+      : store_(store), prefix_("pycomm/" + group_name + "/"), rank_(rank) {}
+
+  // Publishes mine and collects all. Errors: kTimeout naming the first missing rank; what ended it.
+  Result<std::vector<Hello>> exchange(const Hello& mine, base::TimeNs deadline);
+  // Tells the others that this rank cannot join, and why.
+  void give_up(const Status& why);
+  // What another rank gave up for, or ok. Costs a question to the store: ask now and then.
+  Status check();
+
+ private:
+  Store& store_;
+  const std::string prefix_;
+  const Rank rank_;
+  bool is_over_ = false;  // another rank gave up, and has told the others
+};
 
 // A link to every other rank; links that the engine has already are used again.
 // Errors: kTimeout naming the rank, kInvalidUsage (no secret between hosts), what connecting says.
 Result<std::vector<std::shared_ptr<transport::CoreLink>>> connect_all(
-    Engine& engine, const std::vector<Hello>& hellos, Rank rank, const Options& options,
-    base::TimeNs deadline);
+    Engine& engine, Meeting& meeting, const std::vector<Hello>& hellos, Rank rank,
+    const Options& options, base::TimeNs deadline);
 
 }  // namespace pycomm::communicator

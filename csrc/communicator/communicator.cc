@@ -2,6 +2,7 @@
 #include "pycomm/communicator.h"
 
 #include <cstring>
+#include <numeric>
 
 #include "base/hash.h"
 #include "base/log.h"
@@ -31,12 +32,14 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
   hello.world_size = world_size;
   hello.process_id = engine.process_id();
   hello.host = platform::host_identity();
-  const bool shares = engine.host() != nullptr && options.transport != TransportChoice::kTcp;
+  const bool shares = engine.host() != nullptr && options.transport != TransportChoice::kTcp &&
+                      !options.shm_disabled;
   hello.shm_domain = shares ? platform::shared_memory_domain() : "";
   hello.shm_refusal = engine.shm_refusal();
   hello.local_name = engine.local_name();
-  hello.tcp_address =
-      options.bind_address.empty() ? platform::outgoing_address() : options.bind_address;
+  hello.tcp_address = engine.addresses().advertise;
+  const std::string& listen = engine.addresses().listen;
+  hello.tcp_local_address = listen.empty() ? "127.0.0.1" : listen;
   hello.tcp_port = engine.tcp_listener().port;
   hello.has_secret = !options.secret.empty();
   hello.nonce = platform::random_u64() >> 1;  // bit 63 is the engine's, see kArenaRegion
@@ -106,14 +109,14 @@ Status share_flat_areas(Engine& engine, Group& group,
 
 void log_paths(const collectives::GroupContext& context,
                const std::vector<std::shared_ptr<transport::CoreLink>>& links) {
-  if (!base::log_enabled(base::LogLevel::kInfo)) return;
+  if (!base::log_enabled(base::LogLevel::kInfo, base::Subsystem::kInit)) return;
   std::string text = "group '" + context.name + "': rank " + std::to_string(context.rank) + " of " +
                      std::to_string(context.world_size);
   for (std::size_t r = 0; r < links.size(); ++r) {
     if (links[r])
       text += ", " + std::string(links[r]->transport()) + " to rank " + std::to_string(r);
   }
-  base::log(base::LogLevel::kInfo, text);
+  base::log(base::LogLevel::kInfo, base::Subsystem::kInit, text);
 }
 
 // The first operation of a group, over links that proved membership: did the store show everyone
@@ -146,16 +149,15 @@ Status confirm(Communicator& communicator, const std::vector<Hello>& hellos) {
 }
 
 Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>& engine,
-                                                  Store& store, Rank rank, int world_size,
+                                                  Meeting& meeting, Rank rank, int world_size,
                                                   const Options& options) {
   const TimeNs deadline = base::deadline_after(real_clock().now_ns(), options.timeout_ms);
   std::lock_guard creation(engine->creation_mutex());
-  auto hellos =
-      exchange(store, options.group_name, rank, make_hello(*engine, world_size, options), deadline);
+  auto hellos = meeting.exchange(make_hello(*engine, world_size, options), deadline);
   if (!hellos.is_ok()) return hellos.status();
   PYCOMM_RETURN_IF_ERROR(compare(hellos.value()));
   PYCOMM_RETURN_IF_ERROR(check_choice(hellos.value(), rank, options));
-  auto links = connect_all(*engine, hellos.value(), rank, options, deadline);
+  auto links = connect_all(*engine, meeting, hellos.value(), rank, options, deadline);
   if (!links.is_ok()) return links.status();
 
   auto group = std::make_shared<Group>();
@@ -167,11 +169,18 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
   context.world_size = world_size;
   context.chunk_bytes = options.chunk_bytes;
   context.waker = group.get();
+  group->flight_folder = options.flight_recorder_folder;
+  group->global_ranks = options.global_ranks;
+  if (group->global_ranks.size() != static_cast<std::size_t>(world_size)) {
+    group->global_ranks.resize(static_cast<std::size_t>(world_size));
+    std::iota(group->global_ranks.begin(), group->global_ranks.end(), 0);
+  }
   bool all_share = engine->host() != nullptr && world_size <= collectives::kFlatWorldMax;
   for (const auto& a : hellos.value()) {
     for (const auto& b : hellos.value()) all_share &= choose_path(a, b) == Path::kShm;
   }
   context.shape.shares_memory = all_share;
+  context.shape.is_deterministic = options.deterministic;
   for (const auto& link : links.value()) context.links.push_back(link.get());
   context.departed = std::make_unique<std::atomic<bool>[]>(static_cast<std::size_t>(world_size));
   if (engine->knows_group(context.group)) {
@@ -206,11 +215,16 @@ Result<std::unique_ptr<Communicator>> Communicator::create(Store& store, Rank ra
     return Status::error(StatusCode::kInvalidUsage,
                          "rank " + std::to_string(rank) + " of " + std::to_string(world_size));
   }
+  communicator::Meeting meeting(store, options.group_name, rank);
   auto engine = communicator::Engine::acquire(options);
-  if (!engine.is_ok()) return engine.status();
-  auto result = communicator::create_with(engine.value(), store, rank, world_size, options);
+  if (!engine.is_ok()) {
+    meeting.give_up(engine.status());
+    return engine.status();
+  }
+  auto result = communicator::create_with(engine.value(), meeting, rank, world_size, options);
   if (!result.is_ok()) {
     engine.value()->release_user();
+    meeting.give_up(result.status());
     return Status::error(result.status().code(),
                          "creating group '" + options.group_name + "' on rank " +
                              std::to_string(rank) + ": " + result.status().message(),

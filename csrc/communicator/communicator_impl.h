@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/log.h"
 #include "communicator/engine.h"
 #include "communicator/fork_guard.h"
 #include "platform/futex.h"
@@ -47,6 +48,7 @@ class CommunicatorImpl final : public Communicator {
 
   Status run(const OpRequest& request) override {
     PYCOMM_RETURN_IF_ERROR(check_usable(request));
+    trace(request);
     if (group_->is_in_handler_here()) return refuse_in_handler();
     const bool is_small = collectives::is_flat(group_->context.shape, request.kind, request.bytes(),
                                                group_->context.world_size);
@@ -71,6 +73,7 @@ class CommunicatorImpl final : public Communicator {
   }
 
   std::shared_ptr<Operation> start(const OpRequest& request) override {
+    trace(request);
     auto operation = std::make_shared<QueuedOperation>(engine_, request);
     if (Status status = check_usable(request); !status.is_ok()) {
       operation->complete(status);
@@ -115,6 +118,11 @@ class CommunicatorImpl final : public Communicator {
   std::vector<FlightRecord> flight_records() const override {
     return group_->recorder.snapshot(group_->last_op_number());
   }
+  Result<std::string> dump_flight_records(const std::string& folder) const override {
+    if (is_inherited())
+      return Status::error(StatusCode::kInvalidUsage, "a forked child has no group");
+    return engine_->dump_flight(*group_, folder);
+  }
   std::vector<PeerStats> peer_stats() const override {
     return is_inherited() ? std::vector<PeerStats>() : engine_->peer_stats(*group_);
   }
@@ -138,6 +146,15 @@ class CommunicatorImpl final : public Communicator {
     } else {
       engine_->submit(*group_, operation, caller_waits);
     }
+  }
+
+  void trace(const OpRequest& request) const {
+    const auto subsystem =
+        is_point_to_point(request.kind) ? base::Subsystem::kP2p : base::Subsystem::kColl;
+    if (__builtin_expect(!base::log_enabled(base::LogLevel::kTrace, subsystem), 1)) return;
+    base::log(base::LogLevel::kTrace, subsystem,
+              "group '" + group_->context.name + "' rank " + std::to_string(rank()) + ": " +
+                  describe_signature(request.signature()));
   }
 
   // The fused step of a small operation, in the caller. The group is owned.

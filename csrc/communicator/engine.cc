@@ -2,9 +2,11 @@
 #include "communicator/engine.h"
 
 #include <algorithm>
+#include <cstdio>
 
 #include "base/check.h"
 #include "base/log.h"
+#include "communicator/flight_dump.h"
 #include "communicator/fork_guard.h"
 #include "platform/futex.h"
 #include "platform/system.h"
@@ -73,7 +75,7 @@ Status Engine::start(const Options& options) {
     return true;
   }();
   static_cast<void>(registered);
-  base::set_log_prefix("pycomm[" + std::to_string(platform::process_id()) + "] ");
+  base::set_log_identity(platform::host_name(), platform::process_id());
   process_id_ = platform::random_hex128();
   local_name_ = "pycomm-" + process_id_;
   local_secret_ = platform::random_hex128();
@@ -88,19 +90,20 @@ Status Engine::start(const Options& options) {
   auto local = platform::listen_local(local_name_);
   if (!local.is_ok()) return local.status();
   local_listener_ = std::move(local).value();
-  if (options.transport == TransportChoice::kTcp) {
-    shm_refusal_ = "PYCOMM_TRANSPORT=tcp";
-  } else if (auto host = transport::shm::Host::create(); host.is_ok()) {
+  if (options.transport == TransportChoice::kTcp || options.shm_disabled) {
+    shm_refusal_ = options.shm_disabled ? "PYCOMM_SHM_DISABLE=1" : "PYCOMM_TRANSPORT=tcp";
+  } else if (auto host = transport::shm::Host::create(options.shm_bytes_max); host.is_ok()) {
     host_ = std::move(host).value();
     PYCOMM_RETURN_IF_ERROR(poller_.add(host_->doorbell().fd(), kDoorbellToken));
   } else {
     shm_refusal_ = host.status().message();
-    base::log(base::LogLevel::kWarn,
+    base::log(base::LogLevel::kWarn, base::Subsystem::kShm,
               "no shared memory here (" + shm_refusal_ + "); ranks of this host talk over TCP");
   }
-  // Without a job's secret nobody on another host can join: the port is for this host alone then.
-  const bool is_for_this_host = options.secret.empty() && options.bind_address.empty();
-  auto tcp = platform::listen_tcp(is_for_this_host ? "127.0.0.1" : options.bind_address);
+  auto addresses = choose_addresses(options);
+  if (!addresses.is_ok()) return addresses.status();
+  addresses_ = std::move(addresses).value();
+  auto tcp = platform::listen_tcp(addresses_.listen, options.ports.first, options.ports.last);
   if (!tcp.is_ok()) return tcp.status();
   tcp_listener_ = std::move(tcp).value();
   forget_after_fork(local_listener_.get());
@@ -332,6 +335,45 @@ void Engine::tell_failures() {
       if (it == links_.end()) continue;
       it->second.link->send_notice({member.group->context.group, failure.code(), failure.rank()});
     }
+  }
+}
+
+Result<std::string> Engine::write_flight(const Group& about, const std::string& folder) {
+  std::vector<FlightGroup> groups;
+  for (const Member& member : members_) {
+    const Group& group = *member.group;
+    groups.push_back(
+        {group.context.name, group.global_ranks, group.recorder.snapshot(group.last_op_number())});
+  }
+  // All ranks of the group write into one folder, whose name they have agreed on.
+  char number[17];
+  std::snprintf(number, sizeof number, "%016llx",
+                static_cast<unsigned long long>(about.context.group));
+  const std::string inside = folder + "/group-" + number;
+  const int rank = about.global_ranks[static_cast<std::size_t>(about.context.rank)];
+  const std::string name = "rank_" + std::to_string(rank);
+  PYCOMM_RETURN_IF_ERROR(platform::make_private_folder(folder));
+  PYCOMM_RETURN_IF_ERROR(platform::make_private_folder(inside));
+  PYCOMM_RETURN_IF_ERROR(
+      platform::write_private_file(inside + "/" + name, encode_flight_dump(groups)));
+  return inside + "/" + name;
+}
+
+Result<std::string> Engine::dump_flight(const Group& about, const std::string& folder) {
+  std::lock_guard lock(mutex_);
+  return write_flight(about, folder);
+}
+
+void Engine::dump_timeouts() {
+  for (const Member& member : members_) {
+    Group& group = *member.group;
+    if (!group.take_undumped_timeout() || group.flight_folder.empty()) continue;
+    const auto path = write_flight(group, group.flight_folder);
+    base::log(base::LogLevel::kWarn, base::Subsystem::kInit,
+              path.is_ok() ? "a timeout: this rank's last operations are in " + path.value() +
+                                 " (torchfrtrace on its folder compares all ranks)"
+                           : "a timeout, and the flight recorder cannot be written: " +
+                                 path.status().message());
   }
 }
 

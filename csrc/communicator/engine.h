@@ -13,6 +13,7 @@
 #include <mutex>
 #include <thread>
 
+#include "communicator/addresses.h"
 #include "communicator/crowding.h"
 #include "communicator/group.h"
 #include "platform/poller.h"
@@ -47,6 +48,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::string& shm_refusal() const { return shm_refusal_; }
   const std::string& local_name() const { return local_name_; }
   int local_listener() const { return local_listener_.get(); }
+  const Addresses& addresses() const { return addresses_; }
   const platform::TcpListener& tcp_listener() const { return tcp_listener_; }
   const std::string& local_secret() const { return local_secret_; }
   std::mutex& creation_mutex() { return creation_mutex_; }
@@ -83,6 +85,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void dispose(std::shared_ptr<void> memory);
 
   std::vector<PeerStats> peer_stats(const Group& group);
+  // Writes what all groups of this process did last, as rank `about` has it in the job. Returns
+  // the file's path. Errors: kSystem, kInvalidUsage (flight_dump.h, write_private_file).
+  Result<std::string> dump_flight(const Group& about, const std::string& folder);
 
  private:
   struct PeerLink {
@@ -111,6 +116,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void watch_links();
   void take_notices(const std::string& process_id, transport::CoreLink& link);
   void tell_failures();
+  Result<std::string> write_flight(const Group& about, const std::string& folder);  // needs mutex_
+  void dump_timeouts();
   void leave(collectives::GroupContext& context, const transport::GroupNotice& notice);
   void bury(Group& group);
   void sweep_graves();
@@ -131,6 +138,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::string shm_refusal_;
   std::shared_ptr<transport::shm::Host> host_;  // as long as anyone has memory of it
   platform::UniqueFd local_listener_;
+  Addresses addresses_;
   platform::TcpListener tcp_listener_;
   std::mutex creation_mutex_;
   Crowding crowding_;

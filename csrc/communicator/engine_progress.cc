@@ -50,6 +50,7 @@ bool Engine::progress() {
     group.release();
   }
   tell_failures();
+  dump_timeouts();
   if (active > 0 || moved) {
     for (auto& [id, peer] : links_) moved |= peer.link->progress();
   }
@@ -291,7 +292,7 @@ void Engine::completion_loop() {
     try {
       callback();
     } catch (const std::exception& error) {
-      base::log(base::LogLevel::kError,
+      base::log(base::LogLevel::kError, base::Subsystem::kInit,
                 std::string("a completion callback threw: ") + error.what());
     }
     callback = nullptr;

@@ -236,6 +236,7 @@ void Group::mark_failed(const Status& status, Tell tell) {
     if (failure_.is_ok()) {
       failure_ = status;
       untold_ = tell == Tell::kPeers;
+      undumped_ = status.code() == StatusCode::kTimeout;
     }
   }
   failed_.store(true, std::memory_order_release);

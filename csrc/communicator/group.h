@@ -63,6 +63,8 @@ class Group final : public collectives::Waker {
   std::vector<transport::shm::PeerFlags> peer_flags;  // of the other ranks, if memory is shared
   std::function<bool()> is_interrupted;
   std::byte* flat_area = nullptr;  // mine
+  std::vector<int> global_ranks;   // of the group's ranks in the job
+  std::string flight_folder;       // where a timeout dumps to; empty: nowhere
   FlightRecorder recorder;
   PointToPoint point_to_point{context};  // needs the engine's mutex
 
@@ -102,6 +104,8 @@ class Group final : public collectives::Waker {
   void mark_failed(const Status& status, Tell tell = Tell::kPeers);
   // True once, when there is a failure to tell.
   bool take_untold_failure() { return untold_.exchange(false); }
+  // True once, after a timeout.
+  bool take_undumped_timeout() { return undumped_.exchange(false); }
   // Notes a peer's end, for callers that wait outside the engine.
   void note_peer_lost(Rank peer, const Status& status);
   void note_peer_departed(Rank peer);
@@ -130,6 +134,7 @@ class Group final : public collectives::Waker {
   std::atomic<int> num_queued_{0};
   std::atomic<bool> failed_{false};
   std::atomic<bool> untold_{false};
+  std::atomic<bool> undumped_{false};
   // Tells the others where this rank stands, once an operation has waited for long; and looks
   // whether what they said of an operation is what it was here.
   void tell_whereabouts(base::TimeNs now);

@@ -44,7 +44,8 @@ std::string encode(const Hello& h) {
          line("world_size", std::to_string(h.world_size)) + line("process_id", h.process_id) +
          line("host", h.host) + line("shm_domain", h.shm_domain) +
          line("shm_refusal", h.shm_refusal) + line("local_name", h.local_name) +
-         line("tcp_address", h.tcp_address) + line("tcp_port", std::to_string(h.tcp_port)) +
+         line("tcp_address", h.tcp_address) + line("tcp_local_address", h.tcp_local_address) +
+         line("tcp_port", std::to_string(h.tcp_port)) +
          line("has_secret", h.has_secret ? "1" : "0") + line("nonce", std::to_string(h.nonce));
 }
 
@@ -75,6 +76,7 @@ Result<Hello> decode(const std::string& text) {
   h.shm_refusal = fields["shm_refusal"];
   h.local_name = fields["local_name"];
   h.tcp_address = fields["tcp_address"];
+  h.tcp_local_address = fields["tcp_local_address"];
   h.has_secret = fields["has_secret"] == "1";
   const bool is_valid = parse(fields["world_size"], &h.world_size) &&
                         parse(fields["tcp_port"], &h.tcp_port) &&

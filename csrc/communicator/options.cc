@@ -1,98 +1,306 @@
-// Options from the environment, and the part of them that ranks must agree on.
+// Options from arguments, environment and file, and the part of them that ranks must agree on.
 #include "pycomm/options.h"
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
+#include <functional>
+#include <optional>
 #include <string_view>
 
 #include "base/log.h"
+#include "platform/sockets.h"
 #include "platform/system.h"
 
 namespace pycomm {
 namespace {
 
-bool parse_u64(const std::string& text, std::uint64_t* out) {
+constexpr std::string_view kTransportNames[] = {"auto", "shm", "tcp"};  // by TransportChoice
+constexpr std::size_t kSecretBytesMin = 16;
+constexpr const char* kMakeASecret = "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE";
+
+// Takes a value; what is wrong with it, or "".
+using Take = std::function<std::string(const std::string&, Options&)>;
+
+bool parse_u64(std::string_view text, std::uint64_t* out) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *out);
   return error == std::errc() && end == text.data() + text.size();
 }
 
-constexpr std::string_view kTransportNames[] = {"auto", "shm", "tcp"};  // by TransportChoice
-constexpr std::size_t kSecretBytesMin = 16;
+template <class T>
+Take number(T Options::* member, std::uint64_t min, std::uint64_t max, std::uint64_t unit = 1) {
+  return [=](const std::string& text, Options& options) -> std::string {
+    std::uint64_t value = 0;
+    if (!parse_u64(text, &value) || value < min || value > max) {
+      return "is not a number from " + std::to_string(min) + " to " + std::to_string(max);
+    }
+    options.*member = static_cast<T>(value * unit);
+    return "";
+  };
+}
 
-void read_secret(Options& options, std::string* complaint) {
-  if (const auto path = platform::environment("PYCOMM_SECRET_FILE")) {
-    auto secret = platform::read_private_file(*path);
-    if (!secret.is_ok()) {
-      *complaint += "PYCOMM_SECRET_FILE: " + secret.status().message() +
-                    " (make one with: head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE). ";
-      return;
+Take text(std::string Options::* member) {
+  return [=](const std::string& value, Options& options) {
+    options.*member = value;
+    return std::string();
+  };
+}
+
+Take flag(bool Options::* member) {
+  return [=](const std::string& value, Options& options) -> std::string {
+    if (value != "0" && value != "1") return "is neither 0 nor 1";
+    options.*member = value == "1";
+    return "";
+  };
+}
+
+std::string take_transport(const std::string& value, Options& options) {
+  const auto* const found =
+      std::find(std::begin(kTransportNames), std::end(kTransportNames), value);
+  if (found == std::end(kTransportNames)) return "is none of auto, shm, tcp";
+  options.transport = static_cast<TransportChoice>(found - std::begin(kTransportNames));
+  return "";
+}
+
+std::string take_ports(const std::string& value, Options& options) {
+  const std::size_t dash = value.find_first_of("-:");
+  std::uint64_t first = 0, last = 0;
+  const bool is_range =
+      parse_u64(value.substr(0, dash), &first) &&
+      parse_u64(dash == std::string::npos ? value : value.substr(dash + 1), &last);
+  if (!is_range || first < 1 || last < first || last > 65535) {
+    return "is not a range of ports such as 20000-20100";
+  }
+  options.ports = {static_cast<std::uint16_t>(first), static_cast<std::uint16_t>(last)};
+  return "";
+}
+
+std::string take_secret_file(const std::string& path, Options& options) {
+  auto secret = platform::read_private_file(path);
+  if (!secret.is_ok()) {
+    return "cannot be used: " + secret.status().message() + " (make one with: " + kMakeASecret +
+           ")";
+  }
+  options.secret = std::move(secret).value();
+  if (options.secret.size() < kSecretBytesMin) {
+    return std::string("holds fewer than 16 bytes (make one with: ") + kMakeASecret + ")";
+  }
+  return "";
+}
+
+std::string take_secret(const std::string& value, Options& options) {
+  if (value.size() < kSecretBytesMin) return "is shorter than 16 bytes";
+  if (options.secret.empty()) options.secret = value;  // the file counts for more
+  return "";
+}
+
+std::string take_log_level(const std::string& value, Options&) {
+  return base::set_log_level_named(value) ? "" : "is none of VERSION, WARN, INFO, TRACE";
+}
+
+std::string take_log_subsystems(const std::string& value, Options&) {
+  return base::set_log_subsystems(value) ? ""
+                                         : "is no list of INIT, COLL, P2P, NET, SHM, ENV, ALL "
+                                           "(^INIT,NET for all but those)";
+}
+
+std::string take_log_file(const std::string& value, Options&) {
+  return base::set_log_file(value) ? "" : "cannot be opened";
+}
+
+std::string take_flight_recorder(const std::string& value, Options& options) {
+  options.flight_recorder_folder = value == "off" ? "" : value;
+  return "";
+}
+
+struct Known {
+  const char* name;
+  const char* by_default;
+  const char* help;
+  Take take;
+  const char* also[2] = {nullptr, nullptr};  // other names of the environment, in this order
+};
+
+// The file counts for more than the plain secret, so it comes first.
+const std::vector<Known>& known_settings() {
+  static const auto* known = new std::vector<Known>{
+      {"PYCOMM_DEBUG", "WARN", "log level: VERSION, WARN, INFO or TRACE", take_log_level},
+      {"PYCOMM_DEBUG_SUBSYS", "ALL",
+       "what INFO and TRACE tell of: INIT,COLL,P2P,NET,SHM,ENV; ^ excludes", take_log_subsystems},
+      {"PYCOMM_DEBUG_FILE", "", "log file instead of stderr; %h is the host, %p the process",
+       take_log_file},
+      {"PYCOMM_TRANSPORT", "auto", "auto, shm (refuse anything else) or tcp", take_transport},
+      {"PYCOMM_TIMEOUT_SEC", "1800", "of an operation, and of creating a group",
+       number(&Options::timeout_ms, 1, 31'536'000, 1000)},
+      {"PYCOMM_CONNECT_TIMEOUT_SEC", "10", "of one connection to a peer that does not answer",
+       number(&Options::connect_timeout_ms, 1, 86'400, 1000)},
+      {"PYCOMM_CHUNK_BYTES", "262144", "unit of the pipeline in rings and trees",
+       number(&Options::chunk_bytes, 4096, std::uint64_t{1} << 30)},
+      {"PYCOMM_DETERMINISTIC", "0", "1: bits depend on nothing but the inputs",
+       flag(&Options::deterministic)},
+      {"PYCOMM_SHM_DISABLE", "0", "1: no shared memory", flag(&Options::shm_disabled)},
+      {"PYCOMM_SHM_BYTES_MAX", "", "most shared memory that this process takes",
+       number(&Options::shm_bytes_max, std::uint64_t{1} << 20, UINT64_MAX)},
+      {"PYCOMM_SOCKET_IFNAME",
+       "",
+       "interfaces: eth,ib (prefixes), =eth0 (exact), ^docker,lo (not)",
+       text(&Options::interfaces),
+       {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}},
+      {"PYCOMM_SOCKET_ADDR", "", "address to listen on, instead of an interface's",
+       text(&Options::bind_address)},
+      {"PYCOMM_ADVERTISE_ADDR", "", "address that peers are told, where it differs (NAT)",
+       text(&Options::advertise_address)},
+      {"PYCOMM_PORT_RANGE", "", "TCP and UDP ports to listen on, such as 20000-20100", take_ports},
+      {"PYCOMM_SECRET_FILE", "", "file of mode 0600 with the job's secret; needed between hosts",
+       take_secret_file},
+      {"PYCOMM_SECRET", "", "the secret itself; prefer the file", take_secret},
+      {"PYCOMM_ALLOW_PUBLIC_PLAINTEXT", "0", "1: plain TCP even between public addresses",
+       flag(&Options::allow_public_plaintext)},
+      {"PYCOMM_FLIGHT_RECORDER", "",
+       "folder for each rank's last operations after a timeout, or off", take_flight_recorder},
+      {"PYCOMM_CONFIG_FILE", "", "file of settings, NAME=VALUE a line",
+       [](const std::string&, Options&) { return std::string(); }},
+  };
+  return *known;
+}
+
+using Values = std::map<std::string, std::pair<std::string, std::string>>;  // name: value, source
+
+void read_config_file(const std::string& path, bool must_exist, Values& values,
+                      std::string* complaint) {
+  const auto contents = platform::read_file(path);
+  if (!contents) {
+    if (must_exist) *complaint += "PYCOMM_CONFIG_FILE '" + path + "' cannot be read. ";
+    return;
+  }
+  std::size_t line_number = 0;
+  for (std::size_t at = 0; at < contents->size();) {
+    const std::size_t end = std::min(contents->find('\n', at), contents->size());
+    std::string line = contents->substr(at, end - at);
+    at = end + 1;
+    ++line_number;
+    line = line.substr(0, line.find('#'));
+    const std::size_t first = line.find_first_not_of(" \t\r");
+    if (first == std::string::npos) continue;
+    const std::size_t equals = line.find('=');
+    if (equals == std::string::npos) {
+      *complaint += path + ":" + std::to_string(line_number) + " is not NAME=VALUE. ";
+      continue;
     }
-    options.secret = std::move(secret).value();
-    if (options.secret.size() < kSecretBytesMin) {
-      *complaint += "PYCOMM_SECRET_FILE '" + *path +
-                    "' holds fewer than 16 bytes (head -c 32 /dev/urandom | base64 makes 44). ";
-    }
-  } else if (const auto secret = platform::environment("PYCOMM_SECRET")) {
-    options.secret = *secret;
-    if (secret->size() < kSecretBytesMin) *complaint += "PYCOMM_SECRET is shorter than 16 bytes. ";
+    const auto trimmed = [](std::string part) {
+      const std::size_t from = part.find_first_not_of(" \t\r");
+      const std::size_t to = part.find_last_not_of(" \t\r");
+      return from == std::string::npos ? std::string() : part.substr(from, to - from + 1);
+    };
+    values.try_emplace(trimmed(line.substr(0, equals)),
+                       std::make_pair(trimmed(line.substr(equals + 1)), path));
   }
 }
 
-void read_log_level(std::string* complaint) {
-  const auto level = platform::environment("PYCOMM_DEBUG");
-  if (!level) return;
-  if (*level == "INFO") {
-    base::set_log_level(base::LogLevel::kInfo);
-  } else if (*level != "WARN") {
-    *complaint += "PYCOMM_DEBUG '" + *level + "' is none of WARN, INFO. ";
+// Levenshtein's, for "did you mean".
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+    }
   }
+  return row.back();
+}
+
+std::string nearest_name(std::string_view name) {
+  const auto& known = known_settings();
+  return std::min_element(known.begin(), known.end(),
+                          [&](const Known& a, const Known& b) {
+                            return edit_distance(a.name, name) < edit_distance(b.name, name);
+                          })
+      ->name;
+}
+
+bool is_known(const std::string& name) {
+  const auto& known = known_settings();
+  return std::any_of(known.begin(), known.end(), [&](const Known& k) { return name == k.name; });
+}
+
+// The first source that has the setting counts.
+Values collect(const std::map<std::string, std::string>& arguments, std::string* complaint) {
+  Values values;
+  for (const auto& [name, value] : arguments) values[name] = {value, "argument"};
+  for (const auto& [name, value] : platform::environment_with_prefix("PYCOMM_")) {
+    values.try_emplace(name, std::make_pair(value, "environment"));
+  }
+  for (const Known& known : known_settings()) {
+    for (const char* other : known.also) {
+      if (other == nullptr || values.contains(known.name)) continue;
+      if (const auto value = platform::environment(other)) {
+        values[known.name] = {*value, std::string("environment, ") + other};
+      }
+    }
+  }
+  const auto chosen = values.find("PYCOMM_CONFIG_FILE");
+  if (chosen != values.end()) {
+    read_config_file(chosen->second.first, true, values, complaint);
+  } else {
+    if (const auto home = platform::environment("HOME")) {
+      read_config_file(*home + "/.config/pycomm/pycomm.conf", false, values, complaint);
+    }
+    read_config_file("/etc/pycomm.conf", false, values, complaint);
+  }
+  return values;
 }
 
 }  // namespace
 
-Options Options::from_environment(std::string* complaint) {
-  Options options;
-  read_log_level(complaint);
-  if (const auto choice = platform::environment("PYCOMM_TRANSPORT")) {
-    const auto* const found =
-        std::find(std::begin(kTransportNames), std::end(kTransportNames), *choice);
-    if (found == std::end(kTransportNames)) {
-      *complaint += "PYCOMM_TRANSPORT '" + *choice + "' is none of auto, shm, tcp. ";
-    } else {
-      options.transport = static_cast<TransportChoice>(found - std::begin(kTransportNames));
+Resolution resolve_options(const std::map<std::string, std::string>& arguments) {
+  base::set_log_identity(platform::host_name(), platform::process_id());
+  Resolution result;
+  result.options.flight_recorder_folder = platform::temporary_folder() +
+                                          "/pycomm-flight-recorder-" +
+                                          std::to_string(platform::effective_uid());
+  Values values = collect(arguments, &result.complaint);
+  for (const Known& known : known_settings()) {
+    Setting setting{known.name, known.by_default, "default", known.help};
+    if (const auto found = values.find(known.name); found != values.end()) {
+      const auto& [value, source] = found->second;
+      const bool is_secret = setting.name == "PYCOMM_SECRET";
+      if (const std::string fault = known.take(value, result.options); !fault.empty()) {
+        result.complaint += setting.name + (is_secret ? " " : " '" + value + "' ") + fault + ". ";
+      }
+      setting.value = is_secret ? "(set)" : value;
+      setting.source = source;
+    }
+    result.settings.push_back(std::move(setting));
+  }
+  for (const auto& [name, value] : values) {
+    if (is_known(name)) continue;
+    result.warnings.push_back(name + " (" + value.second +
+                              ") means nothing to pycomm; did you mean " + nearest_name(name) +
+                              "?");
+  }
+  if (!result.complaint.empty()) result.complaint.pop_back();
+  static std::atomic<bool> told{false};
+  if (!result.warnings.empty() && !told.exchange(true)) {
+    for (const std::string& warning : result.warnings) {
+      base::log(base::LogLevel::kWarn, base::Subsystem::kEnv, warning);
     }
   }
-  const auto number = [&](const char* name, std::uint64_t min, std::uint64_t max,
-                          std::uint64_t* out) {
-    const auto text = platform::environment(name);
-    if (!text) return false;
-    std::uint64_t value = 0;
-    if (!parse_u64(*text, &value) || value < min || value > max) {
-      *complaint += std::string(name) + " '" + *text + "' is not a number from " +
-                    std::to_string(min) + " to " + std::to_string(max) + ". ";
-      return false;
-    }
-    *out = value;
-    return true;
-  };
-  std::uint64_t seconds = 0;
-  if (number("PYCOMM_TIMEOUT_SEC", 1, 31'536'000, &seconds)) {
-    options.timeout_ms = static_cast<std::int64_t>(seconds) * 1000;
+  for (const Setting& setting : result.settings) {
+    if (setting.source == "default") continue;
+    base::log(base::LogLevel::kInfo, base::Subsystem::kEnv,
+              setting.name + "=" + setting.value + " (" + setting.source + ")");
   }
-  number("PYCOMM_CHUNK_BYTES", 4096, std::uint64_t{1} << 30, &options.chunk_bytes);
-  if (const auto address = platform::environment("PYCOMM_SOCKET_ADDR")) {
-    options.bind_address = *address;
-  }
-  options.allow_public_plaintext =
-      platform::environment("PYCOMM_ALLOW_PUBLIC_PLAINTEXT") == std::string("1");
-  read_secret(options, complaint);
-  if (!complaint->empty()) complaint->pop_back();
-  return options;
+  return result;
 }
 
 std::string Options::plan_fingerprint() const {
   return "PYCOMM_TRANSPORT=" + std::string(kTransportNames[static_cast<int>(transport)]) +
          " PYCOMM_CHUNK_BYTES=" + std::to_string(chunk_bytes) +
+         " PYCOMM_DETERMINISTIC=" + (deterministic ? "1" : "0") +
          " eager_bytes_max=" + std::to_string(eager_bytes_max);
 }
 

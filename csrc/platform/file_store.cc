@@ -42,6 +42,11 @@ class FileStore final : public Store {
     }
   }
 
+  Result<bool> has(const std::string& key) override {
+    std::error_code error;
+    return std::filesystem::exists(path_of(key), error);
+  }
+
  private:
   std::string path_of(std::string key) const {
     for (char& c : key) {

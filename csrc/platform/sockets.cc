@@ -2,6 +2,8 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -154,25 +156,37 @@ Result<std::string> receive_with_fds(int fd, std::size_t num_fds, std::vector<Un
   }
 }
 
-Result<TcpListener> listen_tcp(const std::string& address) {
-  TcpListener listener;
-  listener.fd.reset(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!listener.fd) return system_error("socket(AF_INET)");
+Result<TcpListener> listen_tcp(const std::string& address, std::uint16_t first_port,
+                               std::uint16_t last_port) {
   sockaddr_in local{};
   local.sin_family = AF_INET;
   local.sin_addr.s_addr = htonl(INADDR_ANY);
   if (!address.empty() && !parse_ipv4(address, &local.sin_addr)) {
     return Status::error(StatusCode::kInvalidUsage,
-                         "PYCOMM_SOCKET_ADDR '" + address + "' is not an IPv4 address");
+                         "the address to listen on, '" + address + "', is not an IPv4 address");
   }
-  if (bind(listener.fd.get(), reinterpret_cast<sockaddr*>(&local), sizeof local) != 0) {
-    return system_error("bind of a TCP listener on '" + address + "' (PYCOMM_SOCKET_ADDR)");
+  // Ranks of one host start at different places, so that they do not all try the same ports.
+  const unsigned num_ports = last_port - first_port + 1u;
+  const unsigned start = static_cast<unsigned>(random_u64() % num_ports);
+  for (unsigned i = 0; i < num_ports; ++i) {
+    TcpListener listener;
+    listener.fd.reset(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!listener.fd) return system_error("socket(AF_INET)");
+    local.sin_port = htons(static_cast<std::uint16_t>(first_port + (start + i) % num_ports));
+    if (bind(listener.fd.get(), reinterpret_cast<sockaddr*>(&local), sizeof local) != 0 ||
+        listen(listener.fd.get(), 128) != 0) {
+      if (errno == EADDRINUSE || errno == EACCES) continue;
+      return system_error("a TCP listener on '" + address + "'");
+    }
+    socklen_t bytes = sizeof local;
+    getsockname(listener.fd.get(), reinterpret_cast<sockaddr*>(&local), &bytes);
+    listener.port = ntohs(local.sin_port);
+    return listener;
   }
-  if (listen(listener.fd.get(), 128) != 0) return system_error("listen");
-  socklen_t bytes = sizeof local;
-  getsockname(listener.fd.get(), reinterpret_cast<sockaddr*>(&local), &bytes);
-  listener.port = ntohs(local.sin_port);
-  return listener;
+  return Status::error(StatusCode::kSystem,
+                       "no port of PYCOMM_PORT_RANGE " + std::to_string(first_port) + "-" +
+                           std::to_string(last_port) + " is free on '" + address +
+                           "'; widen the range, or stop what holds it (ss -ltnp shows what does)");
 }
 
 Result<UniqueFd> connect_tcp(const std::string& address, std::uint16_t port,
@@ -259,6 +273,31 @@ std::string outgoing_address() {
     return text;
   }
   return "127.0.0.1";
+}
+
+bool is_loopback_address(const std::string& address) {
+  in_addr parsed;
+  return parse_ipv4(address, &parsed) && (ntohl(parsed.s_addr) >> 24) == 127;
+}
+
+std::vector<Interface> list_interfaces() {
+  std::vector<Interface> interfaces;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return interfaces;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    const bool is_usable = entry->ifa_addr != nullptr && entry->ifa_addr->sa_family == AF_INET &&
+                           (entry->ifa_flags & IFF_UP) != 0;
+    const bool is_new = interfaces.empty() || interfaces.back().name != entry->ifa_name;
+    char text[INET_ADDRSTRLEN];
+    const auto* address = reinterpret_cast<const sockaddr_in*>(entry->ifa_addr);
+    if (!is_usable || !is_new ||
+        inet_ntop(AF_INET, &address->sin_addr, text, sizeof text) == nullptr) {
+      continue;
+    }
+    interfaces.push_back({entry->ifa_name, text, (entry->ifa_flags & IFF_LOOPBACK) != 0});
+  }
+  freeifaddrs(list);
+  return interfaces;
 }
 
 bool is_public_address(const std::string& address) {

@@ -37,8 +37,11 @@ struct TcpListener {
   UniqueFd fd;
   std::uint16_t port = 0;
 };
-// Listens on `address` ("" = any, v4) and a free port.
-Result<TcpListener> listen_tcp(const std::string& address);
+// Listens on `address` ("" = any, v4) and a free port, in [first, last] unless both are 0.
+// Errors: kSystem (no such address, no free port), kInvalidUsage (not an address).
+Result<TcpListener> listen_tcp(const std::string& address, std::uint16_t first_port,
+                               std::uint16_t last_port);
+// Errors: kSystem (refused, no route), kTimeout.
 Result<UniqueFd> connect_tcp(const std::string& address, std::uint16_t port, base::TimeNs deadline);
 // No delay, non-blocking.
 Status configure_stream(int fd);
@@ -58,6 +61,16 @@ IoResult read_some(int fd, void* data, std::uint64_t bytes);
 
 // The address that this host uses to reach others, by the routing table; "127.0.0.1" without one.
 std::string outgoing_address();
+bool is_loopback_address(const std::string& address);
+
+// One that is up and has an IPv4 address; the first address of each.
+struct Interface {
+  std::string name;
+  std::string address;
+  bool is_loopback = false;
+};
+std::vector<Interface> list_interfaces();
+
 // Whether an IPv4 address is reachable from the open internet (not RFC 1918, 6598, 3927, loopback).
 bool is_public_address(const std::string& address);
 

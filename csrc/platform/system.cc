@@ -1,5 +1,7 @@
 #include "platform/system.h"
 
+#include <fcntl.h>
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -15,6 +17,7 @@
 #include <sstream>
 
 #include "base/check.h"
+#include "platform/fd.h"
 
 namespace pycomm::platform {
 
@@ -40,6 +43,58 @@ std::optional<std::string> environment(const char* name) {
   const char* value = std::getenv(name);
   if (value == nullptr) return std::nullopt;
   return std::string(value);
+}
+
+std::vector<std::pair<std::string, std::string>> environment_with_prefix(
+    const std::string& prefix) {
+  std::vector<std::pair<std::string, std::string>> found;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const std::size_t equals = text.find('=');
+    if (equals == std::string::npos || text.compare(0, prefix.size(), prefix) != 0) continue;
+    found.emplace_back(text.substr(0, equals), text.substr(equals + 1));
+  }
+  return found;
+}
+
+std::optional<std::string> read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return std::nullopt;
+  std::stringstream contents;
+  contents << file.rdbuf();
+  return contents.str();
+}
+
+std::string host_name() {
+  char name[HOST_NAME_MAX + 1] = {};
+  return gethostname(name, sizeof name - 1) == 0 ? name : "unknown-host";
+}
+
+std::string temporary_folder() {
+  const char* folder = std::getenv("TMPDIR");
+  return folder != nullptr && *folder != 0 ? folder : "/tmp";
+}
+
+Status make_private_folder(const std::string& path) {
+  mkdir(path.c_str(), 0700);
+  struct stat info;
+  if (lstat(path.c_str(), &info) != 0) return system_error("'" + path + "'");
+  if (!S_ISDIR(info.st_mode) || info.st_uid != geteuid() || (info.st_mode & 022) != 0) {
+    return Status::error(StatusCode::kInvalidUsage,
+                         "'" + path + "' is no folder that only this user can write");
+  }
+  return Status();
+}
+
+Status write_private_file(const std::string& path, const std::string& contents) {
+  UniqueFd fd(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600));
+  if (!fd) return system_error("'" + path + "'");
+  for (std::size_t at = 0; at < contents.size();) {
+    const ssize_t wrote = write(fd.get(), contents.data() + at, contents.size() - at);
+    if (wrote <= 0) return system_error("'" + path + "'");
+    at += static_cast<std::size_t>(wrote);
+  }
+  return Status();
 }
 
 Result<std::string> read_private_file(const std::string& path) {

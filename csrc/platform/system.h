@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/clock.h"
 #include "pycomm/status.h"
@@ -21,6 +23,17 @@ void sleep_ns(std::int64_t ns);
 void yield_thread();
 
 std::optional<std::string> environment(const char* name);
+std::vector<std::pair<std::string, std::string>> environment_with_prefix(const std::string& prefix);
+// Contents of a small text file; nothing if it cannot be read.
+std::optional<std::string> read_file(const std::string& path);
+std::string host_name();
+// TMPDIR or /tmp.
+std::string temporary_folder();
+// A folder that only this user can write, made if need be.
+// Errors: kSystem; kInvalidUsage if it is there and is another user's, or open to others.
+Status make_private_folder(const std::string& path);
+// Writes a file of mode 0600; follows no link.
+Status write_private_file(const std::string& path, const std::string& contents);
 
 // The contents of a file that only its owner may read, without trailing white space.
 // Errors: kSystem (not readable), kInvalidUsage (others may read it).

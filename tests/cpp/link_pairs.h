@@ -27,7 +27,7 @@ inline LinkPair make_shm_pair(bool allow_pull) {
     std::unique_ptr<transport::shm::Host> hosts[2];
   };
   auto keep = std::make_shared<Keep>();
-  for (auto& host : keep->hosts) host = transport::shm::Host::create().value();
+  for (auto& host : keep->hosts) host = transport::shm::Host::create(UINT64_MAX).value();
   const std::string name = "pycomm-test-" + platform::random_hex128();
   auto listener = platform::listen_local(name).value();
   auto client = platform::connect_local(name, base::kNever).value();
@@ -55,7 +55,7 @@ inline LinkPair make_shm_pair(bool allow_pull) {
 }
 
 inline LinkPair make_tcp_pair() {
-  auto listener = platform::listen_tcp("127.0.0.1").value();
+  auto listener = platform::listen_tcp("127.0.0.1", 0, 0).value();
   const auto deadline = platform::real_clock().now_ns() + base::ms_to_ns(10'000);
   auto client = platform::connect_tcp("127.0.0.1", listener.port, deadline).value();
   platform::UniqueFd server;

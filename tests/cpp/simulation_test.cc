@@ -1,6 +1,6 @@
 // Whole collectives under the seeded simulator: delay, reordering, loss, partition, death. A
-// failing scenario prints its seed; PYCOMM_SIM_SEED=<seed> runs that one alone, and
-// PYCOMM_SIM_SCENARIOS=<n> runs as many as there is time for.
+// failing scenario prints its seed; SIM_SEED=<seed> runs that one alone, and
+// SIM_SCENARIOS=<n> runs as many as there is time for.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -188,15 +188,13 @@ class SimulatedRun {
 };
 
 void for_each_seed(std::uint64_t first, const std::function<void(std::uint64_t)>& body) {
-  if (const char* only = std::getenv("PYCOMM_SIM_SEED"))
-    return body(std::strtoull(only, nullptr, 10));
-  const char* asked = std::getenv("PYCOMM_SIM_SCENARIOS");
+  if (const char* only = std::getenv("SIM_SEED")) return body(std::strtoull(only, nullptr, 10));
+  const char* asked = std::getenv("SIM_SCENARIOS");
   const std::uint64_t count = asked != nullptr ? std::strtoull(asked, nullptr, 10) : 400;
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     body(seed);
     if (testing::Test::HasFatalFailure() || testing::Test::HasNonfatalFailure()) {
-      std::printf("replay: PYCOMM_SIM_SEED=%llu simulation_test\n",
-                  static_cast<unsigned long long>(seed));
+      std::printf("replay: SIM_SEED=%llu simulation_test\n", static_cast<unsigned long long>(seed));
       return;
     }
   }

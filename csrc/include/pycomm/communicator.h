@@ -27,6 +27,8 @@ class Store {
   virtual Status set(const std::string& key, const std::string& value) = 0;
   // Waits for the key. Errors: kTimeout, kSystem.
   virtual Result<std::string> get(const std::string& key, std::int64_t timeout_ms) = 0;
+  // Whether the key is there now.
+  virtual Result<bool> has(const std::string& key) = 0;
 };
 
 // Keys as files of a folder that all ranks see; for tests, benchmarks and single hosts.
@@ -78,6 +80,9 @@ class Communicator {
   virtual Status health() const = 0;
 
   virtual std::vector<FlightRecord> flight_records() const = 0;
+  // Writes the last operations of all groups of this process in torch's flight recorder format.
+  // Returns the file's path. A timeout does it by itself, where Options name a folder.
+  virtual Result<std::string> dump_flight_records(const std::string& folder) const = 0;
   virtual std::vector<PeerStats> peer_stats() const = 0;
 };
 

@@ -1,30 +1,66 @@
-// Options of a communicator. Everything here that steers a plan is agreed by the group at
-// creation (plan_fingerprint); a difference is an error that names both sides.
+// Options of a communicator: resolved once, from explicit values over the environment over a file
+// over defaults. Everything here that steers a plan is agreed by the group at creation
+// (plan_fingerprint); a difference is an error that names both sides.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
+#include <vector>
 
 namespace pycomm {
 
 enum class TransportChoice : std::uint8_t { kAuto, kShm, kTcp };
 
+// TCP and UDP ports that may be listened on; {0, 0}: any.
+struct PortRange {
+  std::uint16_t first = 0;
+  std::uint16_t last = 0;
+};
+
 struct Options {
   TransportChoice transport = TransportChoice::kAuto;
   std::int64_t timeout_ms = 1'800'000;       // per operation, and for creating the group
+  std::int64_t connect_timeout_ms = 10'000;  // of one connection
   std::uint64_t chunk_bytes = 256 * 1024;    // unit of the pipeline in rings and trees
   std::uint64_t eager_bytes_max = 8 * 1024;  // above it the receiver's post is the clear-to-send
+  bool deterministic = false;                // bits depend on nothing but the inputs
+  bool shm_disabled = false;
+  std::uint64_t shm_bytes_max = UINT64_MAX;  // shared memory of this process
   std::string secret;                        // per-job secret; empty: one host only
-  std::string group_name = "default";
-  std::string framework = "none";       // for example "torch 2.13.0"; agreed by the group
-  std::string bind_address;             // TCP listener; empty: chosen from the route to peers
+  std::string interfaces;                    // PYCOMM_SOCKET_IFNAME
+  std::string bind_address;                  // of listeners; empty: chosen
+  std::string advertise_address;             // what peers are told; empty: what is bound
+  PortRange ports;
   bool allow_public_plaintext = false;  // plain TCP between public addresses
+  std::string flight_recorder_folder;   // where a failure dumps to; empty: nowhere
 
-  // PYCOMM_TRANSPORT, PYCOMM_TIMEOUT_SEC, PYCOMM_CHUNK_BYTES, PYCOMM_SECRET_FILE, PYCOMM_SECRET,
-  // PYCOMM_SOCKET_ADDR, PYCOMM_ALLOW_PUBLIC_PLAINTEXT over the defaults. A value that does not
-  // parse is kept in `complaint` for the caller to report.
-  static Options from_environment(std::string* complaint);
+  // Not from the environment.
+  std::string group_name = "default";
+  std::string framework = "none";  // for example "torch 2.13.0"; agreed by the group
+  std::vector<int> global_ranks;   // of the group's ranks in the job; empty: the same
+
   std::string plan_fingerprint() const;
 };
+
+// One setting as it was resolved, for `pycomm doctor`.
+struct Setting {
+  std::string name;    // "PYCOMM_TIMEOUT_SEC"
+  std::string value;   // a secret is not shown
+  std::string source;  // "argument", "environment", "PATH" of a file, or "default"
+  std::string help;
+};
+
+struct Resolution {
+  Options options;
+  std::vector<Setting> settings;
+  std::string complaint;              // values that do not parse: refuse to go on
+  std::vector<std::string> warnings;  // names that mean nothing, each with the nearest that does
+};
+
+// `arguments` are by the names of the environment. The file is PYCOMM_CONFIG_FILE, or
+// ~/.config/pycomm/pycomm.conf, then /etc/pycomm.conf: lines NAME=VALUE, # for comments. Sets the
+// log's level, subsystems and file, and logs warnings once per process.
+Resolution resolve_options(const std::map<std::string, std::string>& arguments = {});
 
 }  // namespace pycomm

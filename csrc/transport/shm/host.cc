@@ -55,8 +55,9 @@ std::uint64_t PageAllocator::free(std::uint64_t offset) {
   return bytes;
 }
 
-Result<std::unique_ptr<Host>> Host::create() {
+Result<std::unique_ptr<Host>> Host::create(std::uint64_t bytes_max) {
   std::unique_ptr<Host> host(new Host());
+  host->bytes_max_ = bytes_max;
   auto segment = platform::SealedMemory::create("pycomm-segment", kSegmentBytes);
   if (!segment.is_ok()) return segment.status();
   host->segment_ = std::move(segment).value();
@@ -81,11 +82,21 @@ Result<std::byte*> Host::allocate(platform::SealedMemory& memory, PageAllocator&
     return Status::error(StatusCode::kSystem,
                          "no room for " + std::to_string(bytes) + " bytes of shared memory");
   }
+  const std::uint64_t size = pages.size_at(*offset);
+  if (size > bytes_max_ - bytes_used_) {
+    pages.free(*offset);
+    return Status::error(StatusCode::kSystem, std::to_string(size) +
+                                                  " more bytes of shared memory would be above "
+                                                  "PYCOMM_SHM_BYTES_MAX=" +
+                                                  std::to_string(bytes_max_) + " (" +
+                                                  std::to_string(bytes_used_) + " are in use)");
+  }
   if (Status status = memory.commit(*offset, pages.size_at(*offset)); !status.is_ok()) {
     memory.release(*offset, pages.size_at(*offset));
     pages.free(*offset);
     return status;
   }
+  bytes_used_ += size;
   return memory.data() + *offset;
 }
 
@@ -96,6 +107,7 @@ void Host::free(platform::SealedMemory& memory, PageAllocator& pages, std::byte*
   PYCOMM_CHECK(bytes > 0);
   memory.release(offset, bytes);
   pages.free(offset);
+  bytes_used_ -= bytes;
 }
 
 Result<std::byte*> Host::allocate_segment(std::uint64_t bytes) {

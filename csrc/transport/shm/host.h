@@ -16,8 +16,8 @@ namespace pycomm::transport::shm {
 
 class Host {
  public:
-  // Errors: kSystem with the facility that was refused.
-  static Result<std::unique_ptr<Host>> create();
+  // At most `bytes_max` bytes of memory. Errors: kSystem with the facility that was refused.
+  static Result<std::unique_ptr<Host>> create(std::uint64_t bytes_max);
 
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(segment_.data()); }
   const platform::SealedMemory& segment() const { return segment_; }
@@ -42,6 +42,8 @@ class Host {
   platform::SealedMemory arena_;
   platform::Doorbell doorbell_;
   std::mutex mutex_;
+  std::uint64_t bytes_max_ = 0;
+  std::uint64_t bytes_used_ = 0;
   PageAllocator segment_pages_;
   PageAllocator arena_pages_;
 };

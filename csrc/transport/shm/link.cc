@@ -414,7 +414,7 @@ Result<std::unique_ptr<CoreLink>> establish(Host& host, platform::UniqueFd socke
   auto answer = platform::receive_with_fds(socket.get(), 0, &fds, deadline);
   if (!answer.is_ok()) return answer.status();
   if (!pulls && options.allow_pull) {
-    base::log(base::LogLevel::kInfo,
+    base::log(base::LogLevel::kInfo, base::Subsystem::kShm,
               "process_vm_readv is refused here (container policy or Yama); large messages take "
               "two copies through shared memory instead of one");
   }
