@@ -1,12 +1,56 @@
 """Communication for training across uneven machines.
 
 `torch.distributed.init_process_group("pycomm")` is all that most programs need; importing this
-package is not required. See README.md.
+package is not required. Without torch, `pycomm.Communicator` does the same on NumPy arrays and
+anything with DLPack. See README.md.
 """
 
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
 from pycomm._register import register
+from pycomm.errors import (
+    AbortedError,
+    Error,
+    InternalError,
+    InvalidUsageError,
+    OperationTimeoutError,
+    PeerLostError,
+    SystemFailureError,
+)
+
+if TYPE_CHECKING:
+    from pycomm.communicator import Communicator, Work
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "register"]
+__all__ = [
+    "AbortedError",
+    "Communicator",
+    "Error",
+    "InternalError",
+    "InvalidUsageError",
+    "OperationTimeoutError",
+    "PeerLostError",
+    "SystemFailureError",
+    "Work",
+    "__version__",
+    "register",
+]
 
-register()
+
+def __getattr__(name: str) -> Any:
+    # Loaded when asked for: torch imports this package while it is imported itself.
+    if name in ("Communicator", "Work"):
+        from pycomm import communicator
+
+        return getattr(communicator, name)
+    raise AttributeError(f"module 'pycomm' has no attribute '{name}'")
+
+
+# torch registers the backend by itself as it is imported, unless it was told not to. Who needs no
+# torch does not wait for its import.
+if "torch" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+    register()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import click
+
+from pycomm.bench.peer.operations import OPERATIONS, REDUCE_OPS
 
 COUNT = click.IntRange(1)
 FACTOR = click.IntRange(2)
@@ -24,14 +27,12 @@ def main() -> None:
 Examples:
   pycomm bench all_reduce                          8 B to 16 MiB on two ranks
   pycomm bench all_reduce -b 8 -e 256M -f 4 --vs gloo --png all_reduce.png
-  pycomm bench barrier --np 4 --vs gloo
+  pycomm bench reduce_scatter --np 4 --vs gloo,openmpi,mpich,impi
+  pycomm bench all_to_all --api numpy --vs openmpi     mpi4py's users: like with like
   torchrun --nproc-per-node 2 -m pycomm bench all_gather -J gather.json
   pycomm bench limits                              what this machine allows"""
 )
-@click.argument(
-    "operation",
-    type=click.Choice(["all_reduce", "broadcast", "all_gather", "barrier", "limits"]),
-)
+@click.argument("operation", type=click.Choice([*OPERATIONS, "limits"]))
 @click.option("-b", "--minbytes", default="8", show_default=True, help="Smallest size.")
 @click.option("-e", "--maxbytes", default="16M", show_default=True, help="No size above this.")
 @click.option(
@@ -60,9 +61,19 @@ Examples:
 @click.option("-c", "--check", default=1, show_default=True, help="Check results (0: do not).")
 @click.option("-o", "--op", default="sum", show_default=True, help="sum, avg, prod, min or max.")
 @click.option("-d", "--datatype", default="float", show_default=True, help="Element type.")
-@click.option("-r", "--root", default=0, show_default=True, help="Root of broadcast.")
+@click.option("-r", "--root", default=0, show_default=True, help="Root, where there is one.")
+@click.option("-z", "--blocking", default=1, show_default=True, help="0: issue all, then wait.")
+@click.option(
+    "--api",
+    default="torch",
+    show_default=True,
+    type=click.Choice(["torch", "numpy"]),
+    help="pycomm by torch.distributed, or by pycomm.Communicator.",
+)
 @click.option("--np", "num_ranks", default=2, show_default=True, type=COUNT, help="Ranks here.")
-@click.option("--vs", default="", help="Backends to compare with, by commas: gloo.")
+@click.option(
+    "--vs", default="", help="Compare with, by commas: gloo, and openmpi, mpich, impi by mpi4py."
+)
 @click.option("--pin/--no-pin", default=True, show_default=True, help="One processor a rank.")
 @click.option("-J", "--json", "json_path", type=click.Path(path_type=Path), help="Write JSON.")
 @click.option("--png", "png_path", type=click.Path(path_type=Path), help="Draw a picture.")
@@ -79,6 +90,8 @@ def bench(
     op: str,
     datatype: str,
     root: int,
+    blocking: int,
+    api: str,
     num_ranks: int,
     vs: str,
     pin: bool,
@@ -96,25 +109,25 @@ def bench(
     if operation == "limits":
         print_limits(json_path)
         return
-    from pycomm.bench.plan import DTYPES, parse_bytes, sizes_between
+    from pycomm.bench.plan import DTYPES, Settings, parse_bytes, sizes_between
 
+    names = [name for name in vs.split(",") if name]
     if datatype not in DTYPES:
         raise click.BadParameter(f"'{datatype}' is none of {', '.join(DTYPES)}", param_hint="-d")
-    if op not in ("sum", "avg", "prod", "min", "max"):
-        raise click.BadParameter(f"'{op}' is none of sum, avg, prod, min, max", param_hint="-o")
+    if op not in REDUCE_OPS:
+        raise click.BadParameter(f"'{op}' is none of {', '.join(REDUCE_OPS)}", param_hint="-o")
     if op == "avg" and "int" in datatype:
         raise click.BadParameter("an average of integers is not defined", param_hint="-o")
     if not 0 <= root < num_ranks:
         raise click.BadParameter(f"rank {root} is not among {num_ranks}", param_hint="-r")
-    check_backends([name for name in vs.split(",") if name])
+    check_contestants(names, api, datatype, op)
     try:
         sizes = sizes_between(
             parse_bytes(minbytes), parse_bytes(maxbytes), stepfactor, parse_bytes(stepbytes)
         )
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
-    from pycomm.bench.measure import Settings
-    from pycomm.bench.run import run
+    from pycomm.bench.run import run as run_bench
 
     settings = Settings(
         operation=operation,
@@ -126,9 +139,26 @@ def bench(
         warmup=warmup,
         rounds=rounds,
         check=check != 0,
-        backends=("pycomm", *[name for name in vs.split(",") if name]),
+        blocking=blocking != 0,
+        api=api,
+        backends=("pycomm", *names),
     )
-    sys.exit(run(settings, num_ranks, pin=pin, json_path=json_path, png_path=png_path))
+    sys.exit(run_bench(settings, num_ranks, pin=pin, json_path=json_path, png_path=png_path))
+
+
+def check_contestants(names: list[str], api: str, datatype: str, op: str) -> None:
+    """Refuses what cannot be compared, before anything is started."""
+    from pycomm.bench.peers import PEERS
+    from pycomm.bench.plan import DTYPES
+
+    mpis = [name for name in names if name in PEERS]
+    if mpis and op == "avg":
+        raise click.BadParameter("MPI has no average", param_hint="-o")
+    if (mpis or api == "numpy") and DTYPES[datatype][1] is None:
+        raise click.BadParameter(f"NumPy, and so mpi4py, has no {datatype}", param_hint="-d")
+    others = [name for name in names if name not in PEERS]
+    if api == "torch" or others:
+        check_backends(others)
 
 
 def check_backends(names: list[str]) -> None:
@@ -143,8 +173,6 @@ def check_backends(names: list[str]) -> None:
 
 def print_limits(json_path: Path | None) -> None:
     """Prints what this machine allows, each figure as it is known."""
-    import json
-
     from pycomm import _core
 
     rows: list[dict[str, object]] = []
@@ -199,6 +227,73 @@ def demo(data: str, steps: int, num_ranks: int, backend: str, out: Path, seed: i
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
+
+
+@main.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog="""\b
+Examples:
+  pycomm run --np 4 -- python sums.py       four ranks on this host
+  pycomm run --np 2 --pin -- python train.py   one processor a rank""",
+)
+@click.option("--np", "num_ranks", default=2, show_default=True, type=COUNT, help="Ranks here.")
+@click.option("--pin/--no-pin", default=False, show_default=True, help="One processor a rank.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(num_ranks: int, pin: bool, command: tuple[str, ...]) -> None:
+    """Runs COMMAND as the ranks of a job on this host.
+
+    Each finds RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and PYCOMM_RENDEZVOUS in its
+    environment, for torch's env:// and for pycomm.Communicator().
+    """
+    from pycomm.jobs import run_job
+
+    try:
+        sys.exit(run_job(command, num_ranks, pin=pin))
+    except FileNotFoundError as error:
+        raise click.ClickException(f"there is no command '{command[0]}'") from error
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  pycomm doctor
+  pycomm doctor -J doctor.json     for a bug report"""
+)
+@click.option("-J", "--json", "json_path", type=click.Path(path_type=Path), help="Write JSON.")
+@click.option("--settings", is_flag=True, help="List every setting with value, source and meaning.")
+def doctor(json_path: Path | None, settings: bool) -> None:
+    """Tells what is usable here and, for each thing that is not, why and what to do."""
+    if settings:
+        print_settings()
+        return
+    from pycomm.doctor import as_json, examine
+
+    mark = {"ok": ("ok", "green"), "limited": ("!", "yellow"), "absent": ("-", "red")}
+    findings = []
+    topic = ""
+    for finding in examine():
+        findings.append(finding)
+        if finding.topic != topic:
+            topic = finding.topic
+            click.secho(topic, bold=True)
+        sign, color = mark[finding.verdict]
+        click.echo(f"  {click.style(f'{sign:>2}', fg=color)} {finding.name}: {finding.text}")
+        if finding.remedy:
+            click.echo(f"       {finding.remedy}")
+    if json_path is not None:
+        json_path.write_text(json.dumps(as_json(findings), indent=1))
+
+
+def print_settings() -> None:
+    """A table of all settings."""
+    from pycomm import _core
+
+    resolved = _core.resolve_settings()
+    for row in resolved["settings"]:
+        click.secho(f"{row['name']}={row['value']}", bold=row["source"] != "default", nl=False)
+        click.echo(f"   ({row['source']})\n    {row['help']}")
+    if resolved["complaint"]:
+        raise click.ClickException(resolved["complaint"])
 
 
 if __name__ == "__main__":

@@ -24,6 +24,11 @@ class Place:
     init_method: str
     pin: bool
 
+    @staticmethod
+    def from_environment(*, pin: bool) -> Place:
+        """Of a process that torchrun, or one like it, started."""
+        return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", pin)
+
     def pin_to_cpu(self) -> None:
         """Pins this process to one of the allowed processors, by rank."""
         cpus = sorted(os.sched_getaffinity(0))
@@ -39,7 +44,7 @@ def run_ranks(body: Callable[[Place], None], world_size: int, *, pin: bool = Tru
     others are ended, and the first failure's traceback is what remains on the screen.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        body(Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", pin))
+        body(Place.from_environment(pin=pin))
         return 0
     with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:
         init_method = f"file://{Path(folder) / 'store'}"

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "process_group.h"
+#include "python/rows.h"
 
 namespace py = pybind11;
 using pycomm::torch_backend::ProcessGroup;
@@ -15,20 +16,7 @@ py::list peer_stats(ProcessGroup& group) {
     py::gil_scoped_release no_gil;
     stats = group.communicator()->peer_stats();
   }
-  py::list result;
-  for (const pycomm::PeerStats& peer : stats) {
-    py::dict row;
-    row["rank"] = peer.rank;
-    row["transport"] = peer.transport;
-    row["bytes_sent"] = peer.counters.bytes_sent;
-    row["bytes_received"] = peer.counters.bytes_received;
-    row["bytes_staged"] = peer.counters.bytes_staged;
-    row["bytes_direct"] = peer.counters.bytes_direct;
-    row["messages_sent"] = peer.counters.messages_sent;
-    row["messages_received"] = peer.counters.messages_received;
-    result.append(row);
-  }
-  return result;
+  return pycomm::python::peer_stats_rows(stats);
 }
 
 py::list flight_records(ProcessGroup& group) {
@@ -37,16 +25,7 @@ py::list flight_records(ProcessGroup& group) {
     py::gil_scoped_release no_gil;
     records = group.communicator()->flight_records();
   }
-  py::list result;
-  for (const pycomm::FlightRecord& record : records) {
-    py::dict row;
-    row["op_number"] = record.op_number;
-    row["operation"] = pycomm::describe_signature(record.signature);
-    row["is_finished"] = record.is_finished;
-    row["status"] = pycomm::to_string(record.code);
-    result.append(row);
-  }
-  return result;
+  return pycomm::python::flight_record_rows(records);
 }
 
 std::string dump_flight_records(ProcessGroup& group, const std::string& folder) {

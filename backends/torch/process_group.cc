@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "python/signals.h"
+
 namespace pycomm::torch_backend {
 namespace {
 
@@ -56,7 +58,7 @@ ProcessGroup::ProcessGroup(std::unique_ptr<Communicator> communicator,
       communicator_(std::move(communicator)),
       options_(c10::make_intrusive<Options>("pycomm", timeout)) {
   options_->group_name = group_name;
-  communicator_->set_interrupt_check(has_python_signal);
+  communicator_->set_interrupt_check(python::has_signal);
 }
 
 // Joins threads that never need the GIL; a Python caller may hold it.
@@ -82,7 +84,7 @@ WorkPtr ProcessGroup::issue(Title title, std::vector<Staged> staged, Tensors inp
   }
   if (!is_async && staged.size() == 1 && !together) {
     const Status status = communicator->run(staged[0].request);
-    rethrow_python_signal();
+    python::rethrow_signal();
     if (status.is_ok()) staged[0].finish();
     work->set_done(status);
     return work;

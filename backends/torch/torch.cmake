@@ -27,7 +27,7 @@ Python_add_library(_torch MODULE WITH_SOABI ${PYCOMM_TORCH_SOURCES})
 target_include_directories(_torch SYSTEM PRIVATE ${PYCOMM_TORCH_DIR}/include
   ${PYCOMM_TORCH_DIR}/include/torch/csrc/api/include)
 target_include_directories(_torch PRIVATE ${CMAKE_SOURCE_DIR}/csrc/include
-  ${CMAKE_SOURCE_DIR}/backends/torch)
+  ${CMAKE_SOURCE_DIR}/backends/torch ${CMAKE_SOURCE_DIR}/backends)
 target_compile_definitions(_torch PRIVATE TORCH_EXTENSION_NAME=_torch TORCH_API_INCLUDE_EXTENSION_H
   _GLIBCXX_USE_CXX11_ABI=${PYCOMM_TORCH_ABI} PYCOMM_TORCH_VERSION="${PYCOMM_TORCH_VERSION}")
 target_compile_options(_torch PRIVATE -Wall -Wextra -Wno-missing-field-initializers -g0)

@@ -1,16 +1,15 @@
 #include "work.h"
 
-#include <Python.h>
 #include <c10/util/Exception.h>
-#include <pybind11/pybind11.h>
 
 #include <atomic>
+
+#include "python/signals.h"
 
 namespace pycomm::torch_backend {
 namespace {
 
 constexpr std::int64_t kLookForSignalsMs = 50;
-thread_local std::exception_ptr kept_signal;
 
 }  // namespace
 
@@ -18,18 +17,6 @@ std::exception_ptr to_exception(const Status& status) {
   if (status.is_ok()) return nullptr;
   return std::make_exception_ptr(c10::DistBackendError(
       {__func__, "pycomm", static_cast<std::uint32_t>(__LINE__)}, "pycomm: " + status.to_string()));
-}
-
-bool has_python_signal() {
-  if (!Py_IsInitialized()) return false;
-  pybind11::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() == 0) return false;
-  kept_signal = std::make_exception_ptr(pybind11::error_already_set());
-  return true;
-}
-
-void rethrow_python_signal() {
-  if (kept_signal) std::rethrow_exception(std::exchange(kept_signal, nullptr));
 }
 
 Work::Work(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
@@ -122,7 +109,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
       if (!operation->is_done() && status.code() != StatusCode::kTimeout) {
         std::rethrow_exception(to_exception(status));  // not this process's operation
       }
-      if (!operation->is_done() && has_python_signal()) rethrow_python_signal();
+      if (!operation->is_done() && python::has_signal()) python::rethrow_signal();
     }
   }
   if (const std::exception_ptr error = exception()) std::rethrow_exception(error);

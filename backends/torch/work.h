@@ -13,12 +13,6 @@ namespace pycomm::torch_backend {
 // Turns a status into the exception that Python sees: torch.distributed.DistBackendError.
 std::exception_ptr to_exception(const Status& status);
 
-// For Communicator::set_interrupt_check: whether Python has a signal to handle (ctrl-C). The
-// Python exception is kept for this thread.
-bool has_python_signal();
-// Throws the exception that has_python_signal() kept for this thread, if any.
-void rethrow_python_signal();
-
 // One operation, or several that were issued together, or one that ran in the caller.
 // Thread: any. What finishes up runs once, after success and before anyone sees it: copies that
 // results still need. Futures complete on the core's completion thread, never on its progress

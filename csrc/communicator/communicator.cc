@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "communicator/bootstrap.h"
 #include "communicator/communicator_impl.h"
+#include "kernels/reduce.h"
 #include "platform/crypto.h"
 #include "platform/system.h"
 
@@ -236,5 +237,23 @@ Result<std::unique_ptr<Communicator>> Communicator::create(Store& store, Rank ra
 void shutdown_process() { communicator::Engine::shutdown_process(); }
 
 const char* version() { return PYCOMM_VERSION; }
+
+std::vector<std::string> kernel_sets() {
+  std::vector<std::string> names;
+  for (const char* name : {"avx512", "avx2", "portable"}) {
+    if (kernels::reduce_kernels_named(name) != nullptr) names.emplace_back(name);
+  }
+  return names;
+}
+
+Viability crypto_viability() { return platform::crypto_viability(); }
+
+std::vector<std::pair<std::string, std::string>> network_interfaces() {
+  std::vector<std::pair<std::string, std::string>> result;
+  for (const platform::Interface& i : platform::list_interfaces()) {
+    result.emplace_back(i.name, i.address);
+  }
+  return result;
+}
 
 }  // namespace pycomm

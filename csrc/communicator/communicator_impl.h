@@ -182,7 +182,7 @@ class CommunicatorImpl final : public Communicator {
   Status fail_flat(const Status& status, const OpRequest& request, std::uint64_t op_number) {
     group_->recorder.end(op_number, status.code());
     const Status told = group_->explain(status, request, op_number);
-    group_->mark_failed(status);
+    group_->mark_failed(told);
     engine_->kick();
     return told;
   }

@@ -8,22 +8,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-OPERATIONS = ("all_reduce", "broadcast", "all_gather", "barrier")
-
+# nccl-tests' names of element types: bytes, and NumPy's name where it has one.
 DTYPES = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
+    "float": (4, "float32"),
+    "double": (8, "float64"),
+    "half": (2, "float16"),
+    "bfloat16": (2, None),
+    "int8": (1, "int8"),
+    "uint8": (1, "uint8"),
+    "int32": (4, "int32"),
+    "int64": (8, "int64"),
 }
 
 SUFFIXES = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run; names follow nccl-tests."""
+
+    operation: str
+    sizes: list[int]
+    dtype: str = "float"
+    op: str = "sum"
+    root: int = 0
+    iterations: int = 20
+    warmup: int = 5
+    rounds: int = 9
+    check: bool = True
+    blocking: bool = True
+    api: str = "torch"  # pycomm's front end: torch or numpy
+    backends: tuple[str, ...] = ("pycomm",)
+    timeout_s: int = 120
 
 
 def parse_bytes(text: str) -> int:
@@ -61,14 +77,18 @@ class Bandwidth:
 
 
 def bandwidth(operation: str, size_bytes: int, seconds: float, world_size: int) -> Bandwidth:
-    """`size_bytes` is the size column: for all_gather the whole output, as nccl-tests counts."""
+    """`size_bytes` is the size column: all parts together, where there are several."""
     if seconds <= 0 or operation == "barrier":
         return Bandwidth(0.0, 0.0)
     n = world_size
+    in_parts = (n - 1) / n
     factor = {
-        "all_reduce": 2 * (n - 1) / n,
-        "all_gather": (n - 1) / n,
-        "broadcast": 1.0,
-    }[operation]
+        "all_reduce": 2 * in_parts,
+        "all_gather": in_parts,
+        "reduce_scatter": in_parts,
+        "all_to_all": in_parts,
+        "gather": in_parts,
+        "scatter": in_parts,
+    }.get(operation, 1.0)
     algbw = size_bytes / seconds / 1e9
     return Bandwidth(algbw, algbw * factor)

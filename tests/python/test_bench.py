@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pycomm.bench import plan
-from pycomm.bench.measure import Row, Settings, make_call, measure
-from pycomm.bench.statistics import ratio_of_medians
+from pycomm.bench.contestants import TorchContestant
+from pycomm.bench.gang import Gang, GangError
+from pycomm.bench.measure import Row, measure_gangs, sizes_of
+from pycomm.bench.peer import operations
+from pycomm.bench.peers import PEERS
+from pycomm.bench.plan import Settings
+from pycomm.bench.ratios import ratio_of_medians
 from pycomm.cli import main
-from pycomm.launch import Place
 from tests.ranks import run_ranks
 
 
@@ -87,20 +93,54 @@ def test_the_command_measures_checks_and_writes(tmp_path: Path) -> None:
     assert png_path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("operation", ["broadcast", "all_gather", "barrier"])
-def test_the_other_operations_run(operation: str) -> None:
-    arguments = f"bench {operation} -b 64 -e 4K -f 64 -n 2 -w 1 -m 3 --np 3 --no-pin".split()
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
+@pytest.mark.parametrize("api", ["torch", "numpy"])
+def test_every_operation_runs_and_is_right(api: str) -> None:
+    for operation in operations.OPERATIONS:
+        sizes = [64, 40_000]
+        settings = Settings(operation, sizes, iterations=2, warmup=1, rounds=2, root=1, api=api)
+        rows: list[Row] = []
+        measure_gangs(settings, 3, pin=False, report=rows.append)
+        assert len(rows) == 2
+        for row in rows:
+            assert row.wrong == {"pycomm": 0}, operation
+            assert len(row.seconds["pycomm"]) == 2 and len(row.laps["pycomm"]) == 4
+
+
+@pytest.mark.parametrize("name", ["mpich"])
+def test_an_mpi_takes_its_turns(name: str) -> None:
+    peer = PEERS[name]
+    if not peer.is_set_up():
+        try:
+            peer.set_up()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+    for operation in ("reduce_scatter", "gather"):
+        rows: list[Row] = []
+        settings = Settings(
+            operation, [4096], iterations=3, warmup=1, rounds=2, backends=("pycomm", name)
+        )
+        measure_gangs(settings, 2, pin=True, report=rows.append)
+        assert rows[0].wrong == {"pycomm": 0, name: 0}
+        assert len(rows[0].laps[name]) == 6
+
+
+def test_the_ranks_of_another_launcher_compare_torchs_backends() -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pycomm", "bench"]
+    ran = subprocess.run(
+        [sys.executable, *command, *"all_gather -e 64 -n 2 -m 2 --vs gloo --no-pin".split()],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count(" float ") == 2
 
 
 def test_a_wrong_result_is_counted() -> None:
     def body(rank: int, world: int) -> int:
-        group = dist.group.WORLD
-        assert group is not None
-        settings = Settings("all_reduce", [64])
-        _, check = make_call(settings, 16, group, Place(rank, world, "", False))
-        right = check()
+        contestant = TorchContestant(Settings("all_reduce", [64]), dist.group.WORLD)
+        right = contestant.prepare(64, 16, True)
         real = dist.all_reduce
 
         def broken(tensor: torch.Tensor, *args: object, **kwargs: object) -> None:
@@ -108,19 +148,41 @@ def test_a_wrong_result_is_counted() -> None:
             tensor[3] += 1
 
         dist.all_reduce = broken
-        return check() - right
+        return contestant.prepare(64, 16, True) - right
 
     outcome = run_ranks(body, 2)
     outcome.expect_all_ok()
     assert set(outcome.results.values()) == {1}
 
 
-def test_a_size_below_one_element_is_left_out(tmp_path: Path) -> None:
-    rows: list[Row] = []
-    place = Place(0, 1, f"file://{tmp_path}/store", False)
-    sizes = [0, 2, 8]
-    measure(Settings("all_reduce", sizes, iterations=1, warmup=0, rounds=2), place, rows.append)
-    assert [row.count for row in rows] == [0, 2]
+@given(
+    st.sampled_from([o for o in operations.OPERATIONS if o != "barrier"]),
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.sampled_from(operations.REDUCE_OPS),
+)
+def test_what_is_expected_fits_what_is_given(
+    operation: str, num_ranks: int, count: int, op: str
+) -> None:
+    for rank in range(num_ranks):
+        want = operations.expected(operation, rank, num_ranks, count, op)
+        if want is not None:
+            assert len(want) == operations.num_outputs(operation, num_ranks) * count
+
+
+def test_a_size_below_one_element_is_left_out() -> None:
+    assert [count for _, count in sizes_of(Settings("all_reduce", [0, 2, 8]), 1)] == [0, 2]
+    assert [count for _, count in sizes_of(Settings("all_gather", [8, 16]), 4)] == [1]
+
+
+def test_a_rank_that_ends_is_an_error_not_a_hang() -> None:
+    def make(rank: int, folder: Path) -> TorchContestant:
+        raise ValueError("not today")
+
+    with Gang("nobody", 2) as gang:
+        gang.fork(make, pin=False)
+        with pytest.raises(GangError, match="did not come together"):
+            gang.await_ranks()
 
 
 @pytest.mark.parametrize(
@@ -135,6 +197,9 @@ def test_a_size_below_one_element_is_left_out(tmp_path: Path) -> None:
         ("bench all_reduce -d int8 -o avg", "average of integers"),
         ("bench broadcast -r 5", "not among 2"),
         ("bench all_reduce --vs nothing", "no backend 'nothing'"),
+        ("bench all_reduce --vs openmpi -d bfloat16", "no bfloat16"),
+        ("bench all_reduce --vs mpich -o avg", "no average"),
+        ("run -- /nowhere/at/all", "no command"),
         ("bench all_reduce -J /nowhere/x.json", "no folder"),
         ("demo --steps 0", "not in the range"),
         ("demo --backend nothing", "no backend 'nothing'"),
@@ -148,6 +213,6 @@ def test_wrong_arguments_are_explained(arguments: str, message: str) -> None:
 
 
 def test_help_shows_examples() -> None:
-    for command in ("bench", "demo"):
+    for command in ("bench", "demo", "run", "doctor"):
         result = CliRunner().invoke(main, [command, "--help"])
         assert "Examples:" in result.output

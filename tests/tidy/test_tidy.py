@@ -66,7 +66,11 @@ def test_the_core_knows_neither_torch_nor_python() -> None:
 
 
 def test_backends_and_bench_see_the_public_headers_only() -> None:
-    for folder, extra in (("backends/torch", set[str]()), ("bench", {"kernels"})):
+    for folder, extra in (
+        ("backends/torch", {"python"}),
+        ("backends/python", {"machine_limits.h"}),
+        ("bench", {"kernels"}),
+    ):
         own = {p.name for p in cpp_files(folder)}
         for path in cpp_files(folder):
             for include in INCLUDE.findall(path.read_text()):

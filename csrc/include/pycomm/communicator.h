@@ -92,4 +92,9 @@ void shutdown_process();
 
 const char* version();
 
+// What this machine allows, for `pycomm doctor`.
+std::vector<std::string> kernel_sets();  // of reductions, the one in use first
+Viability crypto_viability();            // TCP needs it
+std::vector<std::pair<std::string, std::string>> network_interfaces();  // name, IPv4 address
+
 }  // namespace pycomm

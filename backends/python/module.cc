@@ -1,0 +1,53 @@
+// Python's view of the core without torch: the module pycomm._core.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "communicator.h"
+#include "machine_limits.h"
+#include "pycomm/communicator.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// Forks two pinned processes for each figure; they touch no Python.
+void measure_limits(const py::function& report) {
+  pycomm::bench::measure_limits([&](const pycomm::bench::Limit& limit) {
+    report(limit.name, limit.bytes, limit.num_threads, limit.value, limit.unit);
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
+}
+
+py::dict resolve_settings(const std::map<std::string, std::string>& arguments) {
+  const pycomm::Resolution resolution = pycomm::resolve_options(arguments);
+  py::list settings;
+  for (const pycomm::Setting& setting : resolution.settings) {
+    py::dict row;
+    row["name"] = setting.name;
+    row["value"] = setting.value;
+    row["source"] = setting.source;
+    row["help"] = setting.help;
+    settings.append(row);
+  }
+  py::dict result;
+  result["settings"] = settings;
+  result["complaint"] = resolution.complaint;
+  result["warnings"] = resolution.warnings;
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.def("version", &pycomm::version);
+  m.def("kernel_sets", &pycomm::kernel_sets);
+  m.def("crypto_refusal", [] { return pycomm::crypto_viability().reason; });
+  m.def("interfaces", &pycomm::network_interfaces);
+  m.def("shutdown_process", &pycomm::shutdown_process, py::call_guard<py::gil_scoped_release>());
+  m.def("measure_limits", &measure_limits, py::arg("report"),
+        "Measures this machine's bounds; report(name, bytes, processes, value, unit) for each.");
+  m.def("resolve_settings", &resolve_settings,
+        py::arg("arguments") = std::map<std::string, std::string>(),
+        "Every setting with its value, source and help; what does not parse; unknown names.");
+  pycomm::python::bind_communicator(m);
+}

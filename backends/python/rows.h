@@ -1,0 +1,42 @@
+// What a communicator tells of itself, as lists of dicts.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "pycomm/communicator.h"
+
+namespace pycomm::python {
+
+inline pybind11::list peer_stats_rows(const std::vector<PeerStats>& stats) {
+  pybind11::list rows;
+  for (const PeerStats& peer : stats) {
+    pybind11::dict row;
+    row["rank"] = peer.rank;
+    row["transport"] = peer.transport;
+    row["bytes_sent"] = peer.counters.bytes_sent;
+    row["bytes_received"] = peer.counters.bytes_received;
+    row["bytes_staged"] = peer.counters.bytes_staged;
+    row["bytes_direct"] = peer.counters.bytes_direct;
+    row["messages_sent"] = peer.counters.messages_sent;
+    row["messages_received"] = peer.counters.messages_received;
+    rows.append(row);
+  }
+  return rows;
+}
+
+inline pybind11::list flight_record_rows(const std::vector<FlightRecord>& records) {
+  pybind11::list rows;
+  for (const FlightRecord& record : records) {
+    pybind11::dict row;
+    row["op_number"] = record.op_number;
+    row["operation"] = describe_signature(record.signature);
+    row["is_finished"] = record.is_finished;
+    row["status"] = to_string(record.code);
+    rows.append(row);
+  }
+  return rows;
+}
+
+}  // namespace pycomm::python

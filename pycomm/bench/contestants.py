@@ -1,0 +1,179 @@
+"""The operations over torch.distributed backends, and over pycomm.Communicator."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from pycomm.bench.peer import operations
+from pycomm.bench.plan import DTYPES, Settings
+
+
+class TorchContestant:
+    """A torch.distributed backend; `group` is made by the caller."""
+
+    def __init__(self, settings: Settings, group: Any) -> None:
+        import torch.distributed as dist
+
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        self._settings, self._group, self._dist = settings, group, dist
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._issue: Callable[[bool], Any] = lambda is_async: None
+
+    def prepare(self, size_bytes: int, count: int, is_checked: bool) -> int:
+        """Makes the buffers of a size; returns the number of wrong elements of one run."""
+        import torch
+
+        del size_bytes
+        s, rank, size = self._settings, self.rank, self.size
+        dtype = {"bfloat16": torch.bfloat16}.get(s.dtype) or getattr(torch, str(DTYPES[s.dtype][1]))
+        given = operations.contribution(s.operation, rank, size, count, s.op)
+        mine = torch.from_numpy(given).to(dtype)
+        out = torch.zeros(operations.num_outputs(s.operation, size) * count, dtype=dtype)
+        self._issue = self._make_issue(mine, out)
+        if not is_checked or s.operation == "barrier":
+            return 0
+        self._wait(self._issue(False))
+        got = mine if s.operation in ("all_reduce", "reduce", "broadcast") else out
+        want = operations.expected(s.operation, rank, size, count, s.op, s.root)
+        wrong = operations.count_wrong(got.double().numpy(), want)
+        mine.zero_()
+        return wrong
+
+    def _make_issue(self, mine: Any, out: Any) -> Callable[[bool], Any]:
+        dist, group, root = self._dist, self._group, self._settings.root
+        op = {"prod": dist.ReduceOp.PRODUCT}.get(self._settings.op) or getattr(
+            dist.ReduceOp, self._settings.op.upper()
+        )
+        at_root = self.rank == root
+        outs = list(out.chunk(self.size)) if self._settings.operation == "gather" else []
+        ins = list(mine.chunk(self.size)) if self._settings.operation == "scatter" else []
+        right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+
+        def sendrecv(is_async: bool) -> Any:
+            works = [
+                dist.irecv(out, group=group, group_src=left),
+                dist.isend(mine, group=group, group_dst=right),
+            ]
+            return works if is_async else self._wait(works)
+
+        return {
+            "barrier": lambda a: dist.barrier(group, a),
+            "all_reduce": lambda a: dist.all_reduce(mine, op, group, a),
+            "reduce": lambda a: dist.reduce(mine, root, op, group, a),
+            "reduce_scatter": lambda a: dist.reduce_scatter_tensor(out, mine, op, group, a),
+            "all_gather": lambda a: dist.all_gather_into_tensor(out, mine, group, a),
+            "all_to_all": lambda a: dist.all_to_all_single(out, mine, group=group, async_op=a),
+            "broadcast": lambda a: dist.broadcast(mine, root, group, a),
+            "gather": lambda a: dist.gather(mine, outs if at_root else None, root, group, a),
+            "scatter": lambda a: dist.scatter(out, ins if at_root else None, root, group, a),
+            "sendrecv": sendrecv,
+        }[self._settings.operation]
+
+    def _wait(self, work: Any) -> None:
+        for one in work if isinstance(work, list) else [work]:
+            if one is not None:
+                one.wait()
+
+    def call(self) -> None:
+        """Runs the operation once."""
+        self._issue(False)
+
+    def call_many(self, times: int) -> None:
+        """Issues the operation `times` times, then waits for all."""
+        for work in [self._issue(True) for _ in range(times)]:
+            self._wait(work)
+
+    def barrier(self) -> None:
+        """Lines the ranks up."""
+        self._dist.barrier(self._group)
+
+
+class NumpyContestant:
+    """pycomm.Communicator on NumPy arrays."""
+
+    def __init__(self, settings: Settings, comm: Any) -> None:
+        self._settings, self._comm = settings, comm
+        self._issue: Callable[[bool], Any] = lambda is_async: None
+
+    def prepare(self, size_bytes: int, count: int, is_checked: bool) -> int:
+        """Makes the buffers of a size; returns the number of wrong elements of one run."""
+        del size_bytes
+        s, comm = self._settings, self._comm
+        dtype = np.dtype(DTYPES[s.dtype][1])
+        op: Any = "product" if s.op == "prod" else s.op
+        mine = operations.contribution(s.operation, comm.rank, comm.size, count, s.op).astype(dtype)
+        out = np.zeros(operations.num_outputs(s.operation, comm.size) * count, dtype)
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+        def sendrecv(is_async: bool) -> Any:
+            works = [
+                comm.recv(out, left, async_op=True),
+                comm.send(mine, right, async_op=True),
+            ]
+            return works if is_async else [work.wait() for work in works]
+
+        self._issue = {
+            "barrier": lambda a: comm.barrier(async_op=a),
+            "all_reduce": lambda a: comm.all_reduce(mine, op, async_op=a),
+            "reduce": lambda a: comm.reduce(mine, op, root=s.root, async_op=a),
+            "reduce_scatter": lambda a: comm.reduce_scatter(mine, op, out=out, async_op=a),
+            "all_gather": lambda a: comm.all_gather(mine, out=out, async_op=a),
+            "all_to_all": lambda a: comm.all_to_all(mine, out=out, async_op=a),
+            "broadcast": lambda a: comm.broadcast(mine, root=s.root, async_op=a),
+            "gather": lambda a: comm.gather(mine, root=s.root, out=out, async_op=a),
+            "scatter": lambda a: comm.scatter(mine, out, root=s.root, async_op=a),
+            "sendrecv": sendrecv,
+        }[s.operation]
+        if not is_checked or s.operation == "barrier":
+            return 0
+        self._issue(False)
+        got = mine if s.operation in ("all_reduce", "reduce", "broadcast") else out
+        want = operations.expected(s.operation, comm.rank, comm.size, count, s.op, s.root)
+        wrong = operations.count_wrong(got, want)
+        mine[:] = 0
+        return wrong
+
+    def call(self) -> None:
+        """Runs the operation once."""
+        self._issue(False)
+
+    def call_many(self, times: int) -> None:
+        """Issues the operation `times` times, then waits for all."""
+        for works in [self._issue(True) for _ in range(times)]:
+            for work in works if isinstance(works, list) else [works]:
+                work.wait()
+
+    def barrier(self) -> None:
+        """Lines the ranks up."""
+        self._comm.barrier()
+
+
+def open_torch(
+    settings: Settings, backend: str, rank: int, world_size: int, init_method: str
+) -> TorchContestant:
+    """The default group on `backend`, in this process."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=settings.timeout_s),
+    )
+    return TorchContestant(settings, dist.group.WORLD)
+
+
+def open_numpy(settings: Settings, rank: int, world_size: int, rendezvous: str) -> NumpyContestant:
+    """A communicator, in this process."""
+    from pycomm.communicator import Communicator
+
+    comm = Communicator(rank, world_size, rendezvous=rendezvous, timeout=settings.timeout_s)
+    return NumpyContestant(settings, comm)

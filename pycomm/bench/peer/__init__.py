@@ -1,0 +1,1 @@
+"""Files that also run in environments without pycomm: NumPy, and nothing of this package."""

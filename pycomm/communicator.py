@@ -1,0 +1,417 @@
+"""Collectives among processes, without torch.
+
+    import numpy as np
+    import pycomm
+
+    with pycomm.Communicator() as comm:        # under `pycomm run --np 4 -- python this.py`
+        x = np.full(1000, comm.rank, dtype=np.float32)
+        comm.all_reduce(x)                     # in place
+        parts = comm.all_gather(x)             # shape (comm.size, 1000)
+
+Arrays are NumPy's, or anything with the buffer protocol, DLPack or the array interface: torch
+tensors, CuPy arrays (which are staged through the host), memoryviews. What is contiguous is worked
+on where it lies.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from pycomm import _core
+from pycomm.rendezvous import Place, Store, find_place, open_store
+
+ReduceOp = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
+_REDUCE_OPS = {
+    "sum": _core.ReduceOp.SUM,
+    "avg": _core.ReduceOp.AVG,
+    "product": _core.ReduceOp.PRODUCT,
+    "min": _core.ReduceOp.MIN,
+    "max": _core.ReduceOp.MAX,
+    "band": _core.ReduceOp.BAND,
+    "bor": _core.ReduceOp.BOR,
+    "bxor": _core.ReduceOp.BXOR,
+}
+_Kind = _core.OpKind
+
+
+class Work:
+    """An operation on its way; what it works on must not be touched until it is done."""
+
+    def __init__(self, handle: _core.Handle, result: Any, finish: Callable[[], None]) -> None:
+        self._handle, self._result, self._finish = handle, result, finish
+        self._is_finished = False
+
+    def is_done(self) -> bool:
+        """Whether wait() would return, or raise, at once."""
+        return self._handle.is_done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Waits, and returns what the blocking call returns.
+
+        Args:
+            timeout: seconds; None is the operation's own timeout.
+
+        Raises:
+            pycomm.Error: the operation failed; OperationTimeoutError also if only the wait did.
+        """
+        self._handle.wait(-1 if timeout is None else int(timeout * 1000))
+        if not self._is_finished:
+            self._is_finished = True
+            self._finish()
+        return self._handle.source if self._result is _SOURCE else self._result
+
+
+_SOURCE = object()
+
+
+class Communicator:
+    """A group of processes. All methods but send and recv are collective: every rank calls the
+    same ones in the same order. Errors name the rank at fault (pycomm.errors); after one that ends
+    the group, make a new one.
+
+    Args:
+        rank: of this process; None: from the launcher's environment.
+        size: number of processes; None likewise.
+        rendezvous: "tcp://HOST:PORT", where rank 0 listens, or "file:///FOLDER" that all see.
+        name: for messages; groups with different names may meet at one rendezvous.
+        timeout: seconds for one operation, and for coming together.
+        settings: by the names of the environment without PYCOMM_, for example
+            {"TRANSPORT": "tcp"}; they count for more than the environment (`pycomm doctor`).
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        size: int | None = None,
+        *,
+        rendezvous: str | None = None,
+        name: str = "default",
+        timeout: float | None = None,
+        settings: dict[str, str] | None = None,
+    ) -> None:
+        place = find_place(rank, size, rendezvous)
+        values = {f"PYCOMM_{key}": str(value) for key, value in (settings or {}).items()}
+        if timeout is not None:
+            values["PYCOMM_TIMEOUT_SEC"] = str(max(int(timeout), 1))
+        self._join(place, open_store(place, timeout or 1800.0), name, values)
+        self._owns_store = True
+
+    def _join(self, place: Place, store: Store, name: str, values: dict[str, str]) -> None:
+        self.rank, self.size, self.name = place.rank, place.size, name
+        self._store, self._values = store, values
+        self._num_splits = 0
+        self._owns_store = False
+        self._group = _core.Group(store, place.rank, place.size, name, values)
+
+    # ------------------------------------------------------------ reductions
+
+    def all_reduce(
+        self,
+        array: Any,
+        op: ReduceOp = "sum",
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduces over ranks, in place unless `out` is given; every rank has the result, with the
+        same bits. 16-bit floats are added in float32."""
+        return self._run(
+            _Kind.ALL_REDUCE, array, array if out is None else out, timeout, async_op, op=op
+        )
+
+    def reduce(
+        self,
+        array: Any,
+        op: ReduceOp = "sum",
+        *,
+        root: int = 0,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Like all_reduce, for `root` only, in place there unless `out` is given."""
+        target = (array if out is None else out) if self.rank == root else None
+        return self._run(_Kind.REDUCE, array, target, timeout, async_op, op=op, root=root)
+
+    def reduce_scatter(
+        self,
+        array: Any,
+        op: ReduceOp = "sum",
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduces, and gives rank r the r-th of `size` equal parts along the first axis."""
+        out = self._new_part(array, "reduce_scatter") if out is None else out
+        return self._run(_Kind.REDUCE_SCATTER, array, out, timeout, async_op, op=op)
+
+    # ------------------------------------------------------------ moves
+
+    def broadcast(
+        self, array: Any, *, root: int = 0, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Overwrites `array` with the root's."""
+        return self._run(_Kind.BROADCAST, array, array, timeout, async_op, root=root)
+
+    def all_gather(
+        self, array: Any, *, out: Any = None, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Everyone's arrays, stacked along a new first axis, on every rank."""
+        out = self._new_stack(array, "all_gather") if out is None else out
+        return self._run(_Kind.ALL_GATHER, array, out, timeout, async_op)
+
+    def gather(
+        self,
+        array: Any,
+        *,
+        root: int = 0,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Like all_gather, on `root` only; elsewhere None."""
+        if self.rank != root:
+            out = None
+        elif out is None:
+            out = self._new_stack(array, "gather")
+        return self._run(_Kind.GATHER, array, out, timeout, async_op, root=root)
+
+    def scatter(
+        self,
+        array: Any,
+        out: Any,
+        *,
+        root: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Gives rank r the r-th of `size` equal parts of the root's `array` (elsewhere None)."""
+        source = array if self.rank == root else None
+        return self._run(_Kind.SCATTER, source, out, timeout, async_op, root=root)
+
+    def all_to_all(
+        self,
+        array: Any,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Sends the r-th part of `array` along its first axis to rank r, and returns what they
+        sent. Parts are equal unless both counts (rows for, and from, each rank) are given."""
+        if (send_counts is None) != (recv_counts is None):
+            raise ValueError("pycomm: all_to_all needs both send_counts and recv_counts, or none")
+        if send_counts is None or recv_counts is None:
+            out = self._new_like(array, np.shape(array), "all_to_all") if out is None else out
+            return self._run(_Kind.ALL_TO_ALL, array, out, timeout, async_op)
+        row = np.shape(array)[1:]
+        if out is None:
+            out = self._new_like(array, (sum(recv_counts), *row), "all_to_all")
+        return self._run(
+            _Kind.ALL_TO_ALL_UNEVEN,
+            array,
+            out,
+            timeout,
+            async_op,
+            send_counts=list(send_counts),
+            recv_counts=list(recv_counts),
+            row_elements=int(np.prod(row, dtype=np.int64)),
+        )
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Returns when every rank has called it."""
+        return self._run(_Kind.BARRIER, None, None, timeout, async_op)
+
+    # ------------------------------------------------------------ between two ranks
+
+    def send(
+        self,
+        array: Any,
+        to: int,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Sends to one rank; messages of a pair and tag arrive in the order of the calls."""
+        return self._run(_Kind.SEND, array, None, timeout, async_op, root=to, tag=tag)
+
+    def recv(
+        self,
+        array: Any,
+        source: int | None = None,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Receives into `array` from `source`, or from whoever sends first (None). Returns the
+        rank that sent."""
+        peer = _core.ANY_SOURCE if source is None else source
+        work = self._run(_Kind.RECV, None, array, timeout, True, root=peer, tag=tag, result=_SOURCE)
+        return work if async_op else work.wait()
+
+    # ------------------------------------------------------------ groups
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """New groups of the ranks with equal `color`, ordered by `key`, then rank; collective.
+        None for a rank whose color is None."""
+        mine = np.array([-1 if color is None else color, key, color is not None], dtype=np.int64)
+        places = self.all_gather(mine)
+        self._num_splits += 1
+        if color is None:
+            return None
+        members = [r for r in range(self.size) if places[r][2] and places[r][0] == color]
+        members.sort(key=lambda r: (int(places[r][1]), r))
+        child = Communicator.__new__(Communicator)
+        child._join(
+            Place(members.index(self.rank), len(members), ""),
+            self._store,
+            f"{self.name}/split{self._num_splits}/{color}",
+            self._values,
+        )
+        return child
+
+    def set_timeout(self, seconds: float) -> None:
+        """Of later operations that name none."""
+        self._group.set_timeout_ms(int(seconds * 1000))
+
+    def abort(self, reason: str = "aborted by this process") -> None:
+        """Ends every pending and later operation of the group, here and on its other ranks."""
+        self._group.abort(reason)
+
+    def close(self) -> None:
+        """Leaves the group. Ranks that still need this one get an error; others go on."""
+        self._group.close()
+        if self._owns_store:
+            getattr(self._store, "close", lambda: None)()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ what happened
+
+    def peer_stats(self) -> list[dict[str, Any]]:
+        """For each other rank: transport, bytes sent, received, copied on the way, and direct."""
+        return self._group.peer_stats()
+
+    def flight_records(self) -> list[dict[str, Any]]:
+        """The last operations of the group, oldest first."""
+        return self._group.flight_records()
+
+    def dump_flight_records(self, folder: str) -> str:
+        """Writes them in torch's flight recorder format, and returns the file's path."""
+        return self._group.dump_flight_records(folder)
+
+    # ------------------------------------------------------------ arrays
+
+    def _new_like(self, array: Any, shape: tuple[int, ...], what: str) -> Any:
+        if isinstance(array, np.ndarray):
+            return np.empty(shape, array.dtype)
+        if hasattr(array, "__cuda_array_interface__") and hasattr(array, "__array_function__"):
+            return np.empty_like(array, shape=shape)  # CuPy makes its own
+        raise TypeError(f"pycomm: {what} of a {type(array).__name__} needs out=")
+
+    def _new_stack(self, array: Any, what: str) -> Any:
+        return self._new_like(array, (self.size, *np.shape(array)), what)
+
+    def _new_part(self, array: Any, what: str) -> Any:
+        shape = np.shape(array)
+        if not shape or shape[0] % self.size != 0:
+            raise ValueError(
+                f"pycomm: {what} needs a first axis that divides among {self.size} ranks, "
+                f"not shape {shape}"
+            )
+        return self._new_like(array, (shape[0] // self.size, *shape[1:]), what)
+
+    def _run(
+        self,
+        kind: _core.OpKind,
+        array: Any,
+        out: Any,
+        timeout: float | None,
+        async_op: bool,
+        *,
+        op: ReduceOp = "sum",
+        result: Any = None,
+        **more: Any,
+    ) -> Any:
+        if op not in _REDUCE_OPS:
+            raise ValueError(f"pycomm: op '{op}' is none of {', '.join(_REDUCE_OPS)}")
+        flat_out = _Flat(out, is_output=True)
+        flat_in = flat_out if array is out else _Flat(array, is_output=False)
+        call = self._group.start if async_op else self._group.run
+        returned = call(
+            kind,
+            flat_in.memory,
+            flat_out.memory,
+            op=_REDUCE_OPS[op],
+            timeout_ms=-1 if timeout is None else int(timeout * 1000),
+            **more,
+        )
+        result = out if result is None else result
+        if async_op:
+            assert returned is not None  # start() returns a handle, run() does not
+            return Work(returned, result, flat_out.finish)
+        flat_out.finish()
+        return result
+
+
+class _Flat:
+    """An array as the core takes it; what has to be copied for that is copied back by finish()."""
+
+    def __init__(self, array: Any, *, is_output: bool) -> None:
+        self._copy_back: Callable[[], None] | None = None
+        self.memory = array
+        if array is None:
+            return
+        if hasattr(array, "__cuda_array_interface__"):
+            self._stage(array, is_output)
+            return
+        if isinstance(array, np.ndarray):
+            view = array
+        elif hasattr(array, "__dlpack__") or not hasattr(array, "__array_interface__"):
+            return  # the core reads it
+        else:
+            self.memory = view = np.asarray(array)
+        if view.flags.c_contiguous:
+            return
+        self.memory = packed = np.ascontiguousarray(view)
+        if is_output:
+            self._copy_back = lambda: np.copyto(view, packed)
+
+    def _stage(self, array: Any, is_output: bool) -> None:
+        if not (hasattr(array, "get") and hasattr(array, "set")):
+            raise TypeError(
+                f"pycomm: a {type(array).__name__} on a device cannot be moved by a group of host "
+                "memory; pass a copy on the host (for torch: tensor.cpu())"
+            )
+        self.memory = host = np.ascontiguousarray(array.get())
+        if is_output:
+            self._copy_back = lambda: array.set(host)
+
+    def finish(self) -> None:
+        """Copies the result to where it belongs."""
+        if self._copy_back is not None:
+            self._copy_back()
+
+
+# A script that ends without closing its groups leaves with a goodbye all the same.
+atexit.register(_core.shutdown_process)
