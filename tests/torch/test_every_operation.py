@@ -326,7 +326,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy() -> None:
                 lambda: dist.all_to_all_single(torch.ones(3), torch.ones(4), [1, 2], [1, 2]),
                 "add up to 3, but",
             ),
-            (lambda: dist.isend(torch.ones(2), rank), "itself|self"),
+            (lambda: dist.isend(torch.ones(2), rank).wait(), "itself|self"),
         ):
             with pytest.raises((RuntimeError, ValueError), match=text):
                 call()
