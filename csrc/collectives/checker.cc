@@ -125,7 +125,10 @@ class Checker {
       case OpKind::kAllReduce:
       case OpKind::kBroadcast:
       case OpKind::kBarrier: layout = {0, count, 0, 0}; return layout;  // works on output
-      case OpKind::kAllGather: layout = {0, size() * count, 0, 0}; return layout;
+      case OpKind::kAllGather:
+        layout = {count, size() * count, 0, 0};
+        shared_at = mine;
+        break;
       case OpKind::kReduce: layout = {count, is_root ? count : 0, 0, 0}; break;
       case OpKind::kReduceScatter:
         layout = {size() * count, count, 0, 0};

@@ -215,16 +215,19 @@ Schedule plan_scattered_reduce(const PlanRequest& request) {
 
 // ---------------------------------------------------------------- moves
 
+// Peers read the input, not this rank's fresh copy of it in the output, which its cache still
+// holds.
 Schedule plan_direct_all_gather(const PlanRequest& request) {
   Schedule schedule{.name = "direct"};
   if (is_trivial(request)) return schedule;
   const std::uint64_t chunk = move_chunk(request);
   for (std::uint64_t c = 0; c < num_chunks(request.count, chunk); ++c) {
     const Cut cut = cut_of(request.count, chunk, c);
-    for (int k = 0; k < request.world_size; ++k) {
+    add_lane(schedule, make_step(StepKind::kSendAll, BufferId::kInput, kNoRank, cut.offset,
+                                 cut.count, chunk_name(request, c, request.rank)));
+    for (int k = 1; k < request.world_size; ++k) {
       const Rank owner = (request.rank + k) % request.world_size;
-      add_lane(schedule, make_step(owner == request.rank ? StepKind::kSendAll : StepKind::kRecv,
-                                   BufferId::kOutput, owner == request.rank ? kNoRank : owner,
+      add_lane(schedule, make_step(StepKind::kRecv, BufferId::kOutput, owner,
                                    static_cast<std::uint64_t>(owner) * request.count + cut.offset,
                                    cut.count, chunk_name(request, c, owner)));
     }

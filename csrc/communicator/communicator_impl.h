@@ -72,18 +72,7 @@ class CommunicatorImpl final : public Communicator {
     }
   }
 
-  std::shared_ptr<Operation> start(const OpRequest& request) override {
-    trace(request);
-    auto operation = std::make_shared<QueuedOperation>(engine_, request);
-    if (Status status = check_usable(request); !status.is_ok()) {
-      operation->complete(status);
-    } else if (group_->is_in_handler_here()) {
-      operation->complete(refuse_in_handler());
-    } else {
-      submit(operation, false);
-    }
-    return operation;
-  }
+  std::shared_ptr<Operation> start(const OpRequest& request) override;
 
   void abort(const std::string& reason) override {
     if (is_inherited()) return;
@@ -95,37 +84,15 @@ class CommunicatorImpl final : public Communicator {
     group_->is_interrupted = std::move(is_interrupted);
   }
 
-  Result<std::shared_ptr<std::byte>> allocate_shared(std::uint64_t bytes) override {
-    if (is_inherited() || engine_->host() == nullptr) {
-      return Status::error(StatusCode::kSystem, "no shared memory: " + engine_->shm_refusal());
-    }
-    const std::shared_ptr<transport::shm::Host> host = engine_->host();
-    auto memory = host->allocate_arena(bytes);
-    if (!memory.is_ok()) return memory.status();
-    const auto free = [host, made_in = generation_](std::byte* data) {
-      // A forked child has the same pages: they are the parent's to free.
-      if (made_in == fork_generation()) host->free_arena(data);
-    };
-    return std::shared_ptr<std::byte>(memory.value(), free);
-  }
+  Result<std::shared_ptr<std::byte>> allocate_shared(std::uint64_t bytes) override;
 
-  Status health() const override {
-    if (is_inherited())
-      return Status::error(StatusCode::kInvalidUsage, "a forked child has no group");
-    return group_->has_failed() ? group_->failure() : Status();
-  }
+  Status health() const override;
 
   std::vector<FlightRecord> flight_records() const override {
     return group_->recorder.snapshot(group_->last_op_number());
   }
-  Result<std::string> dump_flight_records(const std::string& folder) const override {
-    if (is_inherited())
-      return Status::error(StatusCode::kInvalidUsage, "a forked child has no group");
-    return engine_->dump_flight(*group_, folder);
-  }
-  std::vector<PeerStats> peer_stats() const override {
-    return is_inherited() ? std::vector<PeerStats>() : engine_->peer_stats(*group_);
-  }
+  Result<std::string> dump_flight_records(const std::string& folder) const override;
+  std::vector<PeerStats> peer_stats() const override;
 
  private:
   // Whether this process was forked after the group was created.
@@ -140,22 +107,9 @@ class CommunicatorImpl final : public Communicator {
     return collectives::validate(request, group_->context.rank, group_->context.world_size);
   }
 
-  void submit(const std::shared_ptr<QueuedOperation>& operation, bool caller_waits) {
-    if (is_point_to_point(operation->request().kind)) {
-      engine_->submit_point_to_point(*group_, operation, caller_waits);
-    } else {
-      engine_->submit(*group_, operation, caller_waits);
-    }
-  }
+  void submit(const std::shared_ptr<QueuedOperation>& operation, bool caller_waits);
 
-  void trace(const OpRequest& request) const {
-    const auto subsystem =
-        is_point_to_point(request.kind) ? base::Subsystem::kP2p : base::Subsystem::kColl;
-    if (__builtin_expect(!base::log_enabled(base::LogLevel::kTrace, subsystem), 1)) return;
-    base::log(base::LogLevel::kTrace, subsystem,
-              "group '" + group_->context.name + "' rank " + std::to_string(rank()) + ": " +
-                  describe_signature(request.signature()));
-  }
+  void trace(const OpRequest& request) const;
 
   // The fused step of a small operation, in the caller. The group is owned.
   Status run_flat(const OpRequest& request) {
@@ -179,13 +133,7 @@ class CommunicatorImpl final : public Communicator {
     return status.is_ok() ? status : group.explain(status, request, op_number);
   }
 
-  Status fail_flat(const Status& status, const OpRequest& request, std::uint64_t op_number) {
-    group_->recorder.end(op_number, status.code());
-    const Status told = group_->explain(status, request, op_number);
-    group_->mark_failed(told);
-    engine_->kick();
-    return told;
-  }
+  Status fail_flat(const Status& status, const OpRequest& request, std::uint64_t op_number);
 
   bool await_peer(Rank peer) const {
     const collectives::FlatExchange& flat = *group_->context.flat;
@@ -198,76 +146,17 @@ class CommunicatorImpl final : public Communicator {
     return false;
   }
 
-  Status await_slow_peer(Rank peer, const OpRequest& request) {
-    Group& group = *group_;
-    const collectives::FlatExchange& flat = *group.context.flat;
-    const base::TimeNs start = platform::real_clock().now_ns();
-    const std::int64_t timeout =
-        request.timeout_ms >= 0 ? request.timeout_ms : group.timeout_ms.load();
-    const base::TimeNs deadline = base::deadline_after(start, timeout);
-    while (!flat.has_arrived(peer)) {
-      if (group.has_failed()) return group.failure();
-      // In this order: a notice of who failed is taken in before the goodbye behind it.
-      if (group.context.has_departed(peer) && !flat.has_arrived(peer) && !group.has_failed()) {
-        return Status::error(
-            StatusCode::kPeerLost,
-            "rank " + std::to_string(peer) + " was lost: it left the group before this operation",
-            peer);
-      }
-      const base::TimeNs now = platform::real_clock().now_ns();
-      if (now >= deadline) {
-        std::vector<Rank> late;
-        for (Rank p = 0; p < group.context.world_size; ++p) {
-          if (!flat.has_arrived(p)) late.push_back(p);
-        }
-        // The slowest may have come while we looked.
-        if (!late.empty()) return collectives::timed_out(late, timeout);
-      }
-      if (now - start < kYieldNs) {
-        engine_->crowding().yield();
-        continue;
-      }
-      sleep_on(peer, std::min(deadline - now, kSleepSliceNs));
-      if (is_interrupted()) {
-        return Status::error(StatusCode::kAborted, "interrupted while waiting");
-      }
-    }
-    return Status();
-  }
+  Status await_slow_peer(Rank peer, const OpRequest& request);
 
   // Runs signal handlers, which may come back to this group.
-  bool is_interrupted() {
-    if (!group_->is_interrupted) return false;
-    group_->set_in_handler(true);
-    const bool result = group_->is_interrupted();
-    group_->set_in_handler(false);
-    return result;
-  }
+  bool is_interrupted();
 
-  static Status refuse_in_handler() {
-    return Status::error(StatusCode::kInvalidUsage,
-                         "called from a signal handler inside an operation of the same group");
-  }
+  static Status refuse_in_handler();
 
-  void sleep_on(Rank peer, std::int64_t timeout_ns) {
-    const collectives::FlatExchange& flat = *group_->context.flat;
-    auto& sleepers = engine_->host()->header().flat_sleepers;
-    const std::atomic<std::uint64_t>* word = flat.arrival_word(peer);
-    sleepers.fetch_add(1, std::memory_order_seq_cst);
-    if (!platform::process_barrier()) timeout_ns = std::min(timeout_ns, kUnfencedSleepNs);
-    const std::uint64_t seen = word->load(std::memory_order_seq_cst);
-    if (seen != flat.sequence() && !group_->has_failed()) {
-      platform::futex_wait(word, seen, timeout_ns);
-    }
-    sleepers.fetch_sub(1, std::memory_order_relaxed);
-  }
+  void sleep_on(Rank peer, std::int64_t timeout_ns);
 
   // In a forked child: locks may be held by threads that are not here, peers are the parent's.
-  void leak() {
-    new std::shared_ptr<Engine>(std::move(engine_));
-    new std::shared_ptr<Group>(std::move(group_));
-    for (auto& link : links_) new std::shared_ptr<transport::CoreLink>(std::move(link));
-  }
+  void leak();
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Group> group_;

@@ -149,7 +149,7 @@ def test_sends_receives_and_async_work(tmp_path: Path) -> None:
 
 
 class OnDevice:
-    """As CuPy's arrays look from outside, in host memory: what is staged is shown by get and set."""
+    """CuPy arrays as seen from outside, but in host memory: get and set show what is staged."""
 
     def __init__(self, host: np.ndarray) -> None:
         self.host = host

@@ -1,0 +1,148 @@
+#include "communicator/communicator_impl.h"
+
+#include <algorithm>
+
+#include "base/log.h"
+
+namespace pycomm::communicator {
+
+Result<std::shared_ptr<std::byte>> CommunicatorImpl::allocate_shared(std::uint64_t bytes) {
+  if (is_inherited() || engine_->host() == nullptr) {
+    return Status::error(StatusCode::kSystem, "no shared memory: " + engine_->shm_refusal());
+  }
+  const std::shared_ptr<transport::shm::Host> host = engine_->host();
+  auto memory = host->allocate_arena(bytes);
+  if (!memory.is_ok()) return memory.status();
+  const auto free = [host, made_in = generation_](std::byte* data) {
+    // A forked child has the same pages: they are the parent's to free.
+    if (made_in == fork_generation()) host->free_arena(data);
+  };
+  return std::shared_ptr<std::byte>(memory.value(), free);
+}
+
+Status CommunicatorImpl::health() const {
+  if (is_inherited())
+    return Status::error(StatusCode::kInvalidUsage, "a forked child has no group");
+  return group_->has_failed() ? group_->failure() : Status();
+}
+
+Result<std::string> CommunicatorImpl::dump_flight_records(const std::string& folder) const {
+  if (is_inherited())
+    return Status::error(StatusCode::kInvalidUsage, "a forked child has no group");
+  return engine_->dump_flight(*group_, folder);
+}
+
+std::vector<PeerStats> CommunicatorImpl::peer_stats() const {
+  return is_inherited() ? std::vector<PeerStats>() : engine_->peer_stats(*group_);
+}
+
+void CommunicatorImpl::trace(const OpRequest& request) const {
+  const auto subsystem =
+      is_point_to_point(request.kind) ? base::Subsystem::kP2p : base::Subsystem::kColl;
+  if (__builtin_expect(!base::log_enabled(base::LogLevel::kTrace, subsystem), 1)) return;
+  base::log(base::LogLevel::kTrace, subsystem,
+            "group '" + group_->context.name + "' rank " + std::to_string(rank()) + ": " +
+                describe_signature(request.signature()));
+}
+
+void CommunicatorImpl::submit(const std::shared_ptr<QueuedOperation>& operation,
+                              bool caller_waits) {
+  if (is_point_to_point(operation->request().kind)) {
+    engine_->submit_point_to_point(*group_, operation, caller_waits);
+  } else {
+    engine_->submit(*group_, operation, caller_waits);
+  }
+}
+
+Status CommunicatorImpl::fail_flat(const Status& status, const OpRequest& request,
+                                   std::uint64_t op_number) {
+  group_->recorder.end(op_number, status.code());
+  const Status told = group_->explain(status, request, op_number);
+  group_->mark_failed(told);
+  engine_->kick();
+  return told;
+}
+
+Status CommunicatorImpl::await_slow_peer(Rank peer, const OpRequest& request) {
+  Group& group = *group_;
+  const collectives::FlatExchange& flat = *group.context.flat;
+  const base::TimeNs start = platform::real_clock().now_ns();
+  const std::int64_t timeout =
+      request.timeout_ms >= 0 ? request.timeout_ms : group.timeout_ms.load();
+  const base::TimeNs deadline = base::deadline_after(start, timeout);
+  while (!flat.has_arrived(peer)) {
+    if (group.has_failed()) return group.failure();
+    // In this order: a notice of who failed is taken in before the goodbye behind it.
+    if (group.context.has_departed(peer) && !flat.has_arrived(peer) && !group.has_failed()) {
+      return Status::error(
+          StatusCode::kPeerLost,
+          "rank " + std::to_string(peer) + " was lost: it left the group before this operation",
+          peer);
+    }
+    const base::TimeNs now = platform::real_clock().now_ns();
+    if (now >= deadline) {
+      std::vector<Rank> late;
+      for (Rank p = 0; p < group.context.world_size; ++p) {
+        if (!flat.has_arrived(p)) late.push_back(p);
+      }
+      // The slowest may have come while we looked.
+      if (!late.empty()) return collectives::timed_out(late, timeout);
+    }
+    if (now - start < kYieldNs) {
+      engine_->crowding().yield();
+      continue;
+    }
+    sleep_on(peer, std::min(deadline - now, kSleepSliceNs));
+    if (is_interrupted()) {
+      return Status::error(StatusCode::kAborted, "interrupted while waiting");
+    }
+  }
+  return Status();
+}
+
+bool CommunicatorImpl::is_interrupted() {
+  if (!group_->is_interrupted) return false;
+  group_->set_in_handler(true);
+  const bool result = group_->is_interrupted();
+  group_->set_in_handler(false);
+  return result;
+}
+
+Status CommunicatorImpl::refuse_in_handler() {
+  return Status::error(StatusCode::kInvalidUsage,
+                       "called from a signal handler inside an operation of the same group");
+}
+
+void CommunicatorImpl::sleep_on(Rank peer, std::int64_t timeout_ns) {
+  const collectives::FlatExchange& flat = *group_->context.flat;
+  auto& sleepers = engine_->host()->header().flat_sleepers;
+  const std::atomic<std::uint64_t>* word = flat.arrival_word(peer);
+  sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (!platform::process_barrier()) timeout_ns = std::min(timeout_ns, kUnfencedSleepNs);
+  const std::uint64_t seen = word->load(std::memory_order_seq_cst);
+  if (seen != flat.sequence() && !group_->has_failed()) {
+    platform::futex_wait(word, seen, timeout_ns);
+  }
+  sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void CommunicatorImpl::leak() {
+  new std::shared_ptr<Engine>(std::move(engine_));
+  new std::shared_ptr<Group>(std::move(group_));
+  for (auto& link : links_) new std::shared_ptr<transport::CoreLink>(std::move(link));
+}
+
+std::shared_ptr<Operation> CommunicatorImpl::start(const OpRequest& request) {
+  trace(request);
+  auto operation = std::make_shared<QueuedOperation>(engine_, request);
+  if (Status status = check_usable(request); !status.is_ok()) {
+    operation->complete(status);
+  } else if (group_->is_in_handler_here()) {
+    operation->complete(refuse_in_handler());
+  } else {
+    submit(operation, false);
+  }
+  return operation;
+}
+
+}  // namespace pycomm::communicator
