@@ -108,12 +108,14 @@ void Staged::input(const at::Tensor& tensor) {
 }
 
 void Staged::input(const Tensors& parts) {
-  Tensors flats;
-  for (const at::Tensor& part : parts) flats.push_back(flat(part).reshape({-1}));
-  input(at::cat(flats));
+  Parts list;
+  for (const at::Tensor& part : parts) {
+    list.push_back(data_of(flat(factor_ ? premultiplied(part) : part)));
+  }
+  request.input_parts = std::make_shared<Parts>(std::move(list));
 }
 
-void Staged::output(const at::Tensor& tensor) {
+std::byte* Staged::target_of(const at::Tensor& tensor) {
   check_movable(tensor, name_);
   at::Tensor target = tensor;
   if (!is_flat(tensor)) {
@@ -122,21 +124,15 @@ void Staged::output(const at::Tensor& tensor) {
     copies_.emplace_back(tensor, target);
   }
   kept_.push_back(target);
-  request.output = data_of(target);
+  return data_of(target);
 }
 
+void Staged::output(const at::Tensor& tensor) { request.output = target_of(tensor); }
+
 void Staged::output(const Tensors& parts) {
-  std::int64_t total = 0;
-  for (const at::Tensor& part : parts) total += part.numel();
-  const at::Tensor block = at::empty({total}, parts.at(0).options());
-  std::int64_t offset = 0;
-  for (const at::Tensor& part : parts) {
-    check_movable(part, name_);
-    copies_.emplace_back(part, block.narrow(0, offset, part.numel()).view(part.sizes()));
-    offset += part.numel();
-  }
-  kept_.push_back(block);
-  request.output = data_of(block);
+  Parts list;
+  for (const at::Tensor& part : parts) list.push_back(target_of(part));
+  request.output_parts = std::make_shared<Parts>(std::move(list));
 }
 
 void Staged::in_place(const at::Tensor& tensor) {

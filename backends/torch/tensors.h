@@ -16,8 +16,8 @@ void check_movable(const at::Tensor& tensor, const char* operation);
 // That all can be moved, and are of the dtype and number of elements of `like`.
 void check_alike(const Tensors& tensors, const at::Tensor& like, const char* operation);
 
-// One request in the making. Tensors that do not lie flat in memory go through flat copies, lists
-// of tensors through one block; what an operation wrote to a copy is copied out by finish().
+// One request in the making. Tensors that do not lie flat in memory go through flat copies; what an
+// operation wrote to a copy is copied out by finish().
 class Staged {
  public:
   Staged(OpKind kind, const char* name) : name_(name) { request.kind = kind; }
@@ -45,6 +45,7 @@ class Staged {
 
  private:
   at::Tensor flat(const at::Tensor& tensor);
+  std::byte* target_of(const at::Tensor& tensor);
   at::Tensor premultiplied(const at::Tensor& tensor) const;
 
   const char* name_;

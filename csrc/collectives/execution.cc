@@ -112,9 +112,19 @@ std::string find_fault(const OpRequest& request, Rank rank, int world_size) {
   const Sizes sizes = sizes_of(request, world_size);
   const bool reads = reads_input(request, rank) && sizes.input > 0;
   const bool writes = writes_output(request, rank) && sizes.output > 0;
-  if ((reads && request.input == nullptr) || (writes && request.output == nullptr)) {
+  const auto are_wrong = [&](const std::shared_ptr<const Parts>& parts, std::uint64_t bytes) {
+    const bool has_parts = is_uneven || world_size == 1 || bytes > request.bytes();
+    return parts && (parts->size() != n || (bytes > 0 && !has_parts));
+  };
+  if (are_wrong(request.input_parts, sizes.input) ||
+      are_wrong(request.output_parts, sizes.output)) {
+    return "parts are for what has one for every rank";
+  }
+  if ((reads && request.input == nullptr && !request.input_parts) ||
+      (writes && request.output == nullptr && !request.output_parts)) {
     return "no memory given";
   }
+  if (request.input_parts || request.output_parts) return "";  // their overlaps are the caller's
   if (reads && writes && overlaps_badly(request, sizes, rank)) {
     return "input and output overlap, other than for an operation in place";
   }
@@ -127,7 +137,8 @@ Status validate(const OpRequest& request, Rank rank, int world_size) {
   // The common case, without a call.
   const bool is_plain =
       request.kind <= OpKind::kBroadcast && request.count <= kCountMax && request.root >= 0 &&
-      request.root < world_size && !request.splits && request.input == request.output &&
+      request.root < world_size && !request.splits && !request.input_parts &&
+      !request.output_parts && request.input == request.output &&
       (request.input != nullptr || request.count == 0) &&
       (request.kind != OpKind::kAllReduce || is_reducible(request.dtype, request.op));
   if (__builtin_expect(is_plain, 1)) return Status();
@@ -335,39 +346,39 @@ Status Execution::compare_splits() const {
 
 // What this rank gives itself, and what schedules expect in place (schedule.h).
 void Execution::place_own_part() {
-  const std::uint64_t bytes = request_.bytes();
-  const std::uint64_t mine = static_cast<std::uint64_t>(group_.rank) * bytes;
+  const std::uint64_t part = request_.count;
+  const std::uint64_t mine = static_cast<std::uint64_t>(group_.rank) * part;
   const bool is_root = request_.root == group_.rank;
-  const auto place = [&](std::uint64_t to, std::uint64_t from, std::uint64_t size) {
-    if (size == 0 || request_.output + to == request_.input + from) return;
-    std::memmove(request_.output + to, request_.input + from, size);
+  // In elements.
+  const auto place = [&](std::uint64_t to, std::uint64_t from, std::uint64_t count) {
+    if (count == 0 || request_.output_at(to) == request_.input_at(from)) return;
+    std::memmove(request_.output_at(to), request_.input_at(from),
+                 count * dtype_bytes(request_.dtype));
   };
   switch (request_.kind) {
-    case OpKind::kAllReduce: place(0, 0, bytes); break;
+    case OpKind::kAllReduce: place(0, 0, part); break;
     case OpKind::kBroadcast:
-      if (is_root) place(0, 0, bytes);
+      if (is_root) place(0, 0, part);
       break;
-    case OpKind::kAllGather: place(mine, 0, bytes); break;
+    case OpKind::kAllGather: place(mine, 0, part); break;
     case OpKind::kGather:
-      if (is_root) place(mine, 0, bytes);
+      if (is_root) place(mine, 0, part);
       break;
     case OpKind::kScatter:
-      if (is_root) place(0, mine, bytes);
+      if (is_root) place(0, mine, part);
       break;
-    case OpKind::kAllToAll: place(mine, mine, bytes); break;
+    case OpKind::kAllToAll: place(mine, mine, part); break;
     case OpKind::kAllToAllUneven: {
       const auto before = [&](const std::vector<std::uint64_t>& counts) {
-        return std::accumulate(counts.begin(), counts.begin() + group_.rank, std::uint64_t{0}) *
-               dtype_bytes(request_.dtype);
+        return std::accumulate(counts.begin(), counts.begin() + group_.rank, std::uint64_t{0});
       };
       place(before(request_.splits->recv), before(request_.splits->send),
-            request_.splits->send[static_cast<std::size_t>(group_.rank)] *
-                dtype_bytes(request_.dtype));
+            request_.splits->send[static_cast<std::size_t>(group_.rank)]);
       break;
     }
     case OpKind::kReduce:
     case OpKind::kReduceScatter:
-      if (group_.world_size == 1) place(0, 0, bytes);
+      if (group_.world_size == 1) place(0, 0, part);
       break;
     default: break;
   }

@@ -35,8 +35,16 @@ void publish_request(FlatExchange& flat, const OpRequest& request, Signature sig
       request.kind == OpKind::kBarrier ||
       ((request.kind == OpKind::kBroadcast || request.kind == OpKind::kScatter) &&
        request.root != flat.rank());
-  flat.publish(signature, request.input,
-               is_silent ? 0 : flat_bytes(request.kind, request.bytes(), flat.world_size()));
+  if (is_silent) return flat.publish(signature, nullptr, 0);
+  const std::uint64_t bytes = flat_bytes(request.kind, request.bytes(), flat.world_size());
+  if (!request.input_parts) return flat.publish(signature, request.input, bytes);
+  std::byte row[kFlatBytesMax];
+  for (Rank p = 0; p < flat.world_size() && bytes > 0; ++p) {
+    const auto index = static_cast<std::uint64_t>(p);
+    std::memcpy(row + index * request.bytes(), request.input_at(index * request.count),
+                request.bytes());
+  }
+  flat.publish(signature, row, bytes);
 }
 
 std::string describe_difference(std::uint64_t op, Rank rank, Signature mine, Rank peer,
@@ -68,7 +76,7 @@ Status collect_result(const FlatExchange& flat, const OpRequest& request, Signat
   const bool is_root = request.root == flat.rank();
   const auto gather = [&](std::uint64_t offset) {
     for (Rank p = 0; p < n; ++p) {
-      std::memcpy(request.output + static_cast<std::uint64_t>(p) * bytes,
+      std::memcpy(request.output_at(static_cast<std::uint64_t>(p) * request.count),
                   flat.payload(p, published) + offset, bytes);
     }
   };

@@ -152,8 +152,8 @@ std::byte* ScheduleRun::slot(const ActiveLane& lane, const Step& step, Rank rank
 std::byte* ScheduleRun::at(const ActiveLane& lane, BufferId buffer, std::uint64_t offset,
                            std::uint64_t count) const {
   switch (buffer) {
-    case BufferId::kInput: return const_cast<std::byte*>(request_.input) + offset * element_bytes_;
-    case BufferId::kOutput: return request_.output + offset * element_bytes_;
+    case BufferId::kInput: return request_.input_at(offset);
+    case BufferId::kOutput: return request_.output_at(offset);
     case BufferId::kLane: break;
   }
   return lane.scratch.get() + (num_ranks() - 1) * count * element_bytes_;

@@ -18,6 +18,9 @@ struct Splits {
   std::vector<std::uint64_t> recv;
 };
 
+// Parts that lie apart, by rank: instead of one input, or output, that holds them in a row.
+using Parts = std::vector<std::byte*>;
+
 inline constexpr Rank kAnySource = -2;
 
 // Memory stays valid until the operation has ended; what `keepalive` holds is kept until no peer
@@ -39,19 +42,43 @@ struct OpRequest {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   std::uint64_t count = 0;
-  std::uint32_t tag = 0;                 // of send and recv
-  std::shared_ptr<const Splits> splits;  // of an uneven all_to_all
-  std::int64_t timeout_ms = -1;          // -1: the group's
+  std::uint32_t tag = 0;                      // of send and recv
+  std::shared_ptr<const Splits> splits;       // of an uneven all_to_all
+  std::shared_ptr<const Parts> input_parts;   // where input has a part for each rank
+  std::shared_ptr<const Parts> output_parts;  // where output has one
+  std::int64_t timeout_ms = -1;               // -1: the group's
   std::shared_ptr<void> keepalive;
   std::uint64_t op_number = 0;  // set by the group
 
   std::uint64_t bytes() const { return count * dtype_bytes(dtype); }
+  // Where element `offset` of all parts in a row lies; the rest of its part follows there.
+  std::byte* input_at(std::uint64_t offset) const {
+    // An input is only read, also where transfers are handed one.
+    if (!input_parts) return const_cast<std::byte*>(input) + offset * dtype_bytes(dtype);
+    return at(*input_parts, splits ? &splits->send : nullptr, offset);
+  }
+  std::byte* output_at(std::uint64_t offset) const {
+    if (!output_parts) return output + offset * dtype_bytes(dtype);
+    return at(*output_parts, splits ? &splits->recv : nullptr, offset);
+  }
   double scale(int world_size) const { return op == ReduceOp::kAvg ? 1.0 / world_size : 1.0; }
   // A receiver signs as the sender that it expects. Counts of an uneven all_to_all differ by pair.
   Signature signature() const {
     if (is_point_to_point(kind))
       return make_signature(OpKind::kSend, dtype, ReduceOp::kSum, 0, count);
     return make_signature(kind, dtype, op, root, splits ? 0 : count);
+  }
+
+ private:
+  std::byte* at(const Parts& parts, const std::vector<std::uint64_t>* counts,
+                std::uint64_t offset) const {
+    std::size_t part = 0;
+    for (;; ++part) {
+      const std::uint64_t size = counts != nullptr ? (*counts)[part] : count;
+      if (offset < size || part + 1 == parts.size()) break;
+      offset -= size;
+    }
+    return parts[part] + offset * dtype_bytes(dtype);
   }
 };
 
