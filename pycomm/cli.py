@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -29,10 +30,11 @@ Examples:
   pycomm bench all_reduce -b 8 -e 256M -f 4 --vs gloo --png all_reduce.png
   pycomm bench reduce_scatter --np 4 --vs gloo,openmpi,mpich,impi
   pycomm bench all_to_all --api numpy --vs openmpi     mpi4py's users: like with like
+  pycomm bench all --vs gloo --png overview.png         every operation, one picture
   torchrun --nproc-per-node 2 -m pycomm bench all_gather -J gather.json
   pycomm bench limits                              what this machine allows"""
 )
-@click.argument("operation", type=click.Choice([*OPERATIONS, "limits"]))
+@click.argument("operation", type=click.Choice([*OPERATIONS, "all", "limits"]))
 @click.option("-b", "--minbytes", default="8", show_default=True, help="Smallest size.")
 @click.option("-e", "--maxbytes", default="16M", show_default=True, help="No size above this.")
 @click.option(
@@ -131,7 +133,7 @@ def bench(
 
     settings = Settings(
         operation=operation,
-        sizes=[0] if operation == "barrier" else sizes,
+        sizes=sizes,
         dtype=datatype,
         op=op,
         root=root,
@@ -143,7 +145,12 @@ def bench(
         api=api,
         backends=("pycomm", *names),
     )
-    sys.exit(run_bench(settings, num_ranks, pin=pin, json_path=json_path, png_path=png_path))
+    operations = OPERATIONS if operation == "all" else (operation,)
+    plan = [
+        replace(settings, operation=name, sizes=[0] if name == "barrier" else sizes)
+        for name in operations
+    ]
+    sys.exit(run_bench(plan, num_ranks, pin=pin, json_path=json_path, png_path=png_path))
 
 
 def check_contestants(names: list[str], api: str, datatype: str, op: str) -> None:

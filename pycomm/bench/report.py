@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,14 +81,22 @@ def table_line(settings: Settings, row: Row, world_size: int) -> str:
     return line
 
 
-def as_json(settings: Settings, rows: list[Row], world_size: int) -> dict[str, Any]:
-    """Everything that was measured, with what it was measured on."""
-    return {
-        "settings": asdict(settings),
-        "world_size": world_size,
-        "rows": [asdict(row) for row in rows],
-        "machine": machine(),
-    }
+@dataclass
+class Run:
+    """One operation, measured."""
+
+    settings: Settings
+    world_size: int
+    rows: list[Row]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that was measured, with what it was measured on."""
+        return {
+            "settings": asdict(self.settings),
+            "world_size": self.world_size,
+            "rows": [asdict(row) for row in self.rows],
+            "machine": machine(),
+        }
 
 
 def machine() -> dict[str, Any]:
@@ -106,13 +114,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, settings: Settings, rows: list[Row], world_size: int) -> None:
-    """Writes the run to `path`."""
-    path.write_text(json.dumps(as_json(settings, rows, world_size), indent=1))
+def write_json(path: Path, runs: list[Run]) -> None:
+    """Writes one run to `path`, or a list of them."""
+    content = [run.as_json() for run in runs]
+    path.write_text(json.dumps(content[0] if len(content) == 1 else content, indent=1))
 
 
-def draw(path: Path, settings: Settings, rows: list[Row], world_size: int) -> None:
+def draw(path: Path, run: Run) -> None:
     """Time and bus bandwidth over size, one curve a contestant, as a PNG."""
+    settings, rows, world_size = run.settings, run.rows, run.world_size
     import matplotlib
 
     matplotlib.use("Agg")
@@ -140,6 +150,44 @@ def draw(path: Path, settings: Settings, rows: list[Row], world_size: int) -> No
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+
+
+def draw_all(path: Path, runs: list[Run]) -> None:
+    """How many times faster than the first peer, by operation and size, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    first, *peers = runs[0].settings.backends
+    sizes = sorted({row.size_bytes for run in runs for row in run.rows if row.size_bytes > 0})
+    figure, axes = plt.subplots(figsize=(1.6 + 0.95 * len(sizes), 0.9 + 0.36 * len(runs)), dpi=130)
+    cells = np.full((len(runs), len(sizes)), np.nan)
+    for y, run in enumerate(runs):
+        for row in run.rows:
+            mine = median(row.seconds[first])
+            value = median(row.seconds[peers[0]]) / mine if peers else mine * 1e6
+            x = sizes.index(row.size_bytes) if row.size_bytes > 0 else 0
+            cells[y, x] = value
+            text = f"{value:.2g}x" if peers and value < 10 else f"{value:.0f}" + "x" * bool(peers)
+            axes.text(x, y, text, ha="center", va="center", fontsize=8)
+    norm = LogNorm(0.1, 1000) if peers else LogNorm()
+    axes.imshow(cells, cmap="RdYlGn" if peers else "viridis_r", norm=norm, aspect="auto", alpha=0.6)
+    axes.set_xticks(range(len(sizes)), [_short(size) for size in sizes])
+    axes.set_yticks(range(len(runs)), [run.settings.operation for run in runs])
+    what = f"times faster than {peers[0]}" if peers else "median time (us)"
+    axes.set_title(f"{first}, {runs[0].world_size} ranks: {what}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _short(size: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:g} {name}"
+    return f"{size} B"
 
 
 def other_load(seconds: float = 0.3) -> float:

@@ -18,7 +18,7 @@ _OTHER_LOAD_MAX = 0.3
 
 
 def run(
-    settings: Settings,
+    plan: list[Settings],
     num_ranks: int,
     *,
     pin: bool,
@@ -27,47 +27,63 @@ def run(
 ) -> int:
     """Measures, prints, writes. Returns the exit status: 1 if a result was wrong or a rank ended.
 
-    When torchrun started this process it is one rank of the run, and torch's backends take turns
-    inside it; otherwise every contestant has ranks of its own.
+    `plan` has one entry for each operation, alike but for that. When torchrun started this process
+    it is one rank of the run, and torch's backends take turns inside it; otherwise every contestant
+    has ranks of its own.
     """
-    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    place = Place.from_environment(pin=pin) if is_rank else None
+    place = _place_in_job(pin)
     if place is not None:
         num_ranks = place.world_size
-        if settings.api != "torch" or any(name in PEERS for name in settings.backends):
-            sys.stderr.write("ranks of another launcher compare torch's backends only\n")
+        only_torch = plan[0].api == "torch" and not any(n in PEERS for n in plan[0].backends)
+        if not only_torch or len(plan) > 1:
+            sys.stderr.write("ranks of another launcher run one operation over torch's backends\n")
             return 2
     is_first = place is None or place.rank == 0
     if is_first:
-        load = report.other_load()
-        if load > _OTHER_LOAD_MAX:
-            text = f"other programs keep {load:.1f} processors busy: these figures do not compare\n"
-            sys.stderr.write(f"warning: {text}")
-    rows: list[Row] = []
-
-    def show(row: Row) -> None:
-        rows.append(row)
-        print(report.table_line(settings, row, num_ranks), flush=True)
-
+        _warn_of_other_load()
+    runs: list[report.Run] = []
     try:
-        if place is not None:
+        set_up_missing([] if place is not None else list(plan[0].backends))
+        for settings in plan:
+            done = report.Run(settings, num_ranks, [])
+            runs.append(done)
+
+            def show(row: Row, done: report.Run = done) -> None:
+                done.rows.append(row)
+                print(report.table_line(done.settings, row, num_ranks), flush=True)
+
             if is_first:
                 print(report.header(settings, num_ranks), flush=True)
-            measure_here(settings, place, show)
-        else:
-            set_up_missing(list(settings.backends))
-            print(report.header(settings, num_ranks), flush=True)
-            measure_gangs(settings, num_ranks, pin=pin, report=show)
+            if place is not None:
+                measure_here(settings, place, show)
+            else:
+                measure_gangs(settings, num_ranks, pin=pin, report=show)
     except (GangError, RuntimeError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    if not is_first:
-        return 0
+    return _write(runs, json_path, png_path) if is_first else 0
+
+
+def _place_in_job(pin: bool) -> Place | None:
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return Place.from_environment(pin=pin) if is_rank else None
+
+
+def _warn_of_other_load() -> None:
+    load = report.other_load()
+    if load > _OTHER_LOAD_MAX:
+        text = f"other programs keep {load:.1f} processors busy: these figures do not compare\n"
+        sys.stderr.write(f"warning: {text}")
+
+
+def _write(runs: list[report.Run], json_path: Path | None, png_path: Path | None) -> int:
     if json_path is not None:
-        report.write_json(json_path, settings, rows, num_ranks)
-    if png_path is not None:
-        report.draw(png_path, settings, rows, num_ranks)
-    if any(wrong for row in rows for wrong in row.wrong.values()):
+        report.write_json(json_path, runs)
+    if png_path is not None and len(runs) == 1:
+        report.draw(png_path, runs[0])
+    elif png_path is not None:
+        report.draw_all(png_path, runs)
+    if any(wrong for done in runs for row in done.rows for wrong in row.wrong.values()):
         sys.stderr.write("some results were wrong; see the #wrong column\n")
         return 1
     return 0

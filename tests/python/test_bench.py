@@ -106,6 +106,16 @@ def test_every_operation_runs_and_is_right(api: str) -> None:
             assert len(row.seconds["pycomm"]) == 2 and len(row.laps["pycomm"]) == 4
 
 
+def test_all_operations_make_one_picture(tmp_path: Path) -> None:
+    json_path, png_path = tmp_path / "all.json", tmp_path / "all.png"
+    arguments = "bench all -b 64 -e 4K -f 64 -n 2 -w 1 -m 2 --vs gloo".split()
+    result = CliRunner().invoke(main, [*arguments, "-J", str(json_path), "--png", str(png_path)])
+    assert result.exit_code == 0, result.output
+    runs = json.loads(json_path.read_text())
+    assert [run["settings"]["operation"] for run in runs] == list(operations.OPERATIONS)
+    assert png_path.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("name", ["mpich"])
 def test_an_mpi_takes_its_turns(name: str) -> None:
     peer = PEERS[name]
