@@ -18,11 +18,12 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
 from pycomm import _core
+from pycomm.arrays import Flat, new_like
 from pycomm.rendezvous import Place, Store, find_place, open_store
 
 ReduceOp = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
@@ -37,6 +38,17 @@ _REDUCE_OPS = {
     "bxor": _core.ReduceOp.BXOR,
 }
 _Kind = _core.OpKind
+
+
+class Call(TypedDict, total=False):
+    """What every operation takes.
+
+    timeout: seconds; None is the communicator's.
+    async_op: return a Work at once instead of waiting.
+    """
+
+    timeout: float | None
+    async_op: bool
 
 
 class Work:
@@ -71,7 +83,7 @@ _SOURCE = object()
 
 class Communicator:
     """A group of processes. All methods but send and recv are collective: every rank calls the
-    same ones in the same order. Errors name the rank at fault (pycomm.errors); after one that ends
+    same ones in the same order; `Call` is what each takes besides its own arguments. Errors name the rank at fault (pycomm.errors); after one that ends
     the group, make a new one.
 
     Args:
@@ -116,14 +128,11 @@ class Communicator:
         op: ReduceOp = "sum",
         *,
         out: Any = None,
-        timeout: float | None = None,
-        async_op: bool = False,
+        **call: Unpack[Call],
     ) -> Any:
         """Reduces over ranks, in place unless `out` is given; every rank has the result, with the
         same bits. 16-bit floats are added in float32."""
-        return self._run(
-            _Kind.ALL_REDUCE, array, array if out is None else out, timeout, async_op, op=op
-        )
+        return self._run(_Kind.ALL_REDUCE, array, array if out is None else out, call, op=op)
 
     def reduce(
         self,
@@ -132,12 +141,11 @@ class Communicator:
         *,
         root: int = 0,
         out: Any = None,
-        timeout: float | None = None,
-        async_op: bool = False,
+        **call: Unpack[Call],
     ) -> Any:
         """Like all_reduce, for `root` only, in place there unless `out` is given."""
         target = (array if out is None else out) if self.rank == root else None
-        return self._run(_Kind.REDUCE, array, target, timeout, async_op, op=op, root=root)
+        return self._run(_Kind.REDUCE, array, target, call, op=op, root=root)
 
     def reduce_scatter(
         self,
@@ -145,27 +153,22 @@ class Communicator:
         op: ReduceOp = "sum",
         *,
         out: Any = None,
-        timeout: float | None = None,
-        async_op: bool = False,
+        **call: Unpack[Call],
     ) -> Any:
         """Reduces, and gives rank r the r-th of `size` equal parts along the first axis."""
         out = self._new_part(array, "reduce_scatter") if out is None else out
-        return self._run(_Kind.REDUCE_SCATTER, array, out, timeout, async_op, op=op)
+        return self._run(_Kind.REDUCE_SCATTER, array, out, call, op=op)
 
     # ------------------------------------------------------------ moves
 
-    def broadcast(
-        self, array: Any, *, root: int = 0, timeout: float | None = None, async_op: bool = False
-    ) -> Any:
+    def broadcast(self, array: Any, *, root: int = 0, **call: Unpack[Call]) -> Any:
         """Overwrites `array` with the root's."""
-        return self._run(_Kind.BROADCAST, array, array, timeout, async_op, root=root)
+        return self._run(_Kind.BROADCAST, array, array, call, root=root)
 
-    def all_gather(
-        self, array: Any, *, out: Any = None, timeout: float | None = None, async_op: bool = False
-    ) -> Any:
+    def all_gather(self, array: Any, *, out: Any = None, **call: Unpack[Call]) -> Any:
         """Everyone's arrays, stacked along a new first axis, on every rank."""
         out = self._new_stack(array, "all_gather") if out is None else out
-        return self._run(_Kind.ALL_GATHER, array, out, timeout, async_op)
+        return self._run(_Kind.ALL_GATHER, array, out, call)
 
     def gather(
         self,
@@ -173,15 +176,14 @@ class Communicator:
         *,
         root: int = 0,
         out: Any = None,
-        timeout: float | None = None,
-        async_op: bool = False,
+        **call: Unpack[Call],
     ) -> Any:
         """Like all_gather, on `root` only; elsewhere None."""
         if self.rank != root:
             out = None
         elif out is None:
             out = self._new_stack(array, "gather")
-        return self._run(_Kind.GATHER, array, out, timeout, async_op, root=root)
+        return self._run(_Kind.GATHER, array, out, call, root=root)
 
     def scatter(
         self,
@@ -189,12 +191,11 @@ class Communicator:
         out: Any,
         *,
         root: int = 0,
-        timeout: float | None = None,
-        async_op: bool = False,
+        **call: Unpack[Call],
     ) -> Any:
         """Gives rank r the r-th of `size` equal parts of the root's `array` (elsewhere None)."""
         source = array if self.rank == root else None
-        return self._run(_Kind.SCATTER, source, out, timeout, async_op, root=root)
+        return self._run(_Kind.SCATTER, source, out, call, root=root)
 
     def all_to_all(
         self,
@@ -203,33 +204,31 @@ class Communicator:
         send_counts: Sequence[int] | None = None,
         recv_counts: Sequence[int] | None = None,
         out: Any = None,
-        timeout: float | None = None,
-        async_op: bool = False,
+        **call: Unpack[Call],
     ) -> Any:
         """Sends the r-th part of `array` along its first axis to rank r, and returns what they
         sent. Parts are equal unless both counts (rows for, and from, each rank) are given."""
         if (send_counts is None) != (recv_counts is None):
             raise ValueError("pycomm: all_to_all needs both send_counts and recv_counts, or none")
         if send_counts is None or recv_counts is None:
-            out = self._new_like(array, np.shape(array), "all_to_all") if out is None else out
-            return self._run(_Kind.ALL_TO_ALL, array, out, timeout, async_op)
+            out = new_like(array, np.shape(array), "all_to_all") if out is None else out
+            return self._run(_Kind.ALL_TO_ALL, array, out, call)
         row = np.shape(array)[1:]
         if out is None:
-            out = self._new_like(array, (sum(recv_counts), *row), "all_to_all")
+            out = new_like(array, (sum(recv_counts), *row), "all_to_all")
         return self._run(
             _Kind.ALL_TO_ALL_UNEVEN,
             array,
             out,
-            timeout,
-            async_op,
+            call,
             send_counts=list(send_counts),
             recv_counts=list(recv_counts),
             row_elements=int(np.prod(row, dtype=np.int64)),
         )
 
-    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+    def barrier(self, **call: Unpack[Call]) -> Any:
         """Returns when every rank has called it."""
-        return self._run(_Kind.BARRIER, None, None, timeout, async_op)
+        return self._run(_Kind.BARRIER, None, None, call)
 
     # ------------------------------------------------------------ between two ranks
 
@@ -239,11 +238,10 @@ class Communicator:
         to: int,
         *,
         tag: int = 0,
-        timeout: float | None = None,
-        async_op: bool = False,
+        **call: Unpack[Call],
     ) -> Any:
         """Sends to one rank; messages of a pair and tag arrive in the order of the calls."""
-        return self._run(_Kind.SEND, array, None, timeout, async_op, root=to, tag=tag)
+        return self._run(_Kind.SEND, array, None, call, root=to, tag=tag)
 
     def recv(
         self,
@@ -251,14 +249,14 @@ class Communicator:
         source: int | None = None,
         *,
         tag: int = 0,
-        timeout: float | None = None,
-        async_op: bool = False,
+        **call: Unpack[Call],
     ) -> Any:
         """Receives into `array` from `source`, or from whoever sends first (None). Returns the
         rank that sent."""
         peer = _core.ANY_SOURCE if source is None else source
-        work = self._run(_Kind.RECV, None, array, timeout, True, root=peer, tag=tag, result=_SOURCE)
-        return work if async_op else work.wait()
+        later: Call = {**call, "async_op": True}
+        work = self._run(_Kind.RECV, None, array, later, root=peer, tag=tag, result=_SOURCE)
+        return work if call.get("async_op") else work.wait()
 
     # ------------------------------------------------------------ groups
 
@@ -322,15 +320,8 @@ class Communicator:
 
     # ------------------------------------------------------------ arrays
 
-    def _new_like(self, array: Any, shape: tuple[int, ...], what: str) -> Any:
-        if isinstance(array, np.ndarray):
-            return np.empty(shape, array.dtype)
-        if hasattr(array, "__cuda_array_interface__") and hasattr(array, "__array_function__"):
-            return np.empty_like(array, shape=shape)  # CuPy makes its own
-        raise TypeError(f"pycomm: {what} of a {type(array).__name__} needs out=")
-
     def _new_stack(self, array: Any, what: str) -> Any:
-        return self._new_like(array, (self.size, *np.shape(array)), what)
+        return new_like(array, (self.size, *np.shape(array)), what)
 
     def _new_part(self, array: Any, what: str) -> Any:
         shape = np.shape(array)
@@ -339,15 +330,14 @@ class Communicator:
                 f"pycomm: {what} needs a first axis that divides among {self.size} ranks, "
                 f"not shape {shape}"
             )
-        return self._new_like(array, (shape[0] // self.size, *shape[1:]), what)
+        return new_like(array, (shape[0] // self.size, *shape[1:]), what)
 
     def _run(
         self,
         kind: _core.OpKind,
         array: Any,
         out: Any,
-        timeout: float | None,
-        async_op: bool,
+        call: Call,
         *,
         op: ReduceOp = "sum",
         result: Any = None,
@@ -355,10 +345,10 @@ class Communicator:
     ) -> Any:
         if op not in _REDUCE_OPS:
             raise ValueError(f"pycomm: op '{op}' is none of {', '.join(_REDUCE_OPS)}")
-        flat_out = _Flat(out, is_output=True)
-        flat_in = flat_out if array is out else _Flat(array, is_output=False)
-        call = self._group.start if async_op else self._group.run
-        returned = call(
+        flat_out = Flat(out, is_output=True)
+        flat_in = flat_out if array is out else Flat(array, is_output=False)
+        timeout, is_async = call.get("timeout"), call.get("async_op", False)
+        returned = (self._group.start if is_async else self._group.run)(
             kind,
             flat_in.memory,
             flat_out.memory,
@@ -367,50 +357,11 @@ class Communicator:
             **more,
         )
         result = out if result is None else result
-        if async_op:
+        if is_async:
             assert returned is not None  # start() returns a handle, run() does not
             return Work(returned, result, flat_out.finish)
         flat_out.finish()
         return result
-
-
-class _Flat:
-    """An array as the core takes it; what has to be copied for that is copied back by finish()."""
-
-    def __init__(self, array: Any, *, is_output: bool) -> None:
-        self._copy_back: Callable[[], None] | None = None
-        self.memory = array
-        if array is None:
-            return
-        if hasattr(array, "__cuda_array_interface__"):
-            self._stage(array, is_output)
-            return
-        if isinstance(array, np.ndarray):
-            view = array
-        elif hasattr(array, "__dlpack__") or not hasattr(array, "__array_interface__"):
-            return  # the core reads it
-        else:
-            self.memory = view = np.asarray(array)
-        if view.flags.c_contiguous:
-            return
-        self.memory = packed = np.ascontiguousarray(view)
-        if is_output:
-            self._copy_back = lambda: np.copyto(view, packed)
-
-    def _stage(self, array: Any, is_output: bool) -> None:
-        if not (hasattr(array, "get") and hasattr(array, "set")):
-            raise TypeError(
-                f"pycomm: a {type(array).__name__} on a device cannot be moved by a group of host "
-                "memory; pass a copy on the host (for torch: tensor.cpu())"
-            )
-        self.memory = host = np.ascontiguousarray(array.get())
-        if is_output:
-            self._copy_back = lambda: array.set(host)
-
-    def finish(self) -> None:
-        """Copies the result to where it belongs."""
-        if self._copy_back is not None:
-            self._copy_back()
 
 
 # A script that ends without closing its groups leaves with a goodbye all the same.
