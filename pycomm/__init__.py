@@ -23,7 +23,8 @@ from pycomm.errors import (
 )
 
 if TYPE_CHECKING:
-    from pycomm.communicator import Communicator, Work
+    from pycomm.communicator import Communicator
+    from pycomm.work import Work
 
 __version__ = "0.1.0"
 __all__ = [

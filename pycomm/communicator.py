@@ -16,15 +16,16 @@ on where it lies.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
 from pycomm import _core
 from pycomm.arrays import Flat, new_like
 from pycomm.rendezvous import Place, Store, find_place, open_store
+from pycomm.work import SOURCE, Call, Work
 
 ReduceOp = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
 _REDUCE_OPS = {
@@ -40,51 +41,10 @@ _REDUCE_OPS = {
 _Kind = _core.OpKind
 
 
-class Call(TypedDict, total=False):
-    """What every operation takes.
-
-    timeout: seconds; None is the communicator's.
-    async_op: return a Work at once instead of waiting.
-    """
-
-    timeout: float | None
-    async_op: bool
-
-
-class Work:
-    """An operation on its way; what it works on must not be touched until it is done."""
-
-    def __init__(self, handle: _core.Handle, result: Any, finish: Callable[[], None]) -> None:
-        self._handle, self._result, self._finish = handle, result, finish
-        self._is_finished = False
-
-    def is_done(self) -> bool:
-        """Whether wait() would return, or raise, at once."""
-        return self._handle.is_done()
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Waits, and returns what the blocking call returns.
-
-        Args:
-            timeout: seconds; None is the operation's own timeout.
-
-        Raises:
-            pycomm.Error: the operation failed; OperationTimeoutError also if only the wait did.
-        """
-        self._handle.wait(-1 if timeout is None else int(timeout * 1000))
-        if not self._is_finished:
-            self._is_finished = True
-            self._finish()
-        return self._handle.source if self._result is _SOURCE else self._result
-
-
-_SOURCE = object()
-
-
 class Communicator:
     """A group of processes. All methods but send and recv are collective: every rank calls the
-    same ones in the same order; `Call` is what each takes besides its own arguments. Errors name the rank at fault (pycomm.errors); after one that ends
-    the group, make a new one.
+    same ones in the same order; `Call` is what each takes besides. Errors name the rank at fault
+    (pycomm.errors); after one that ends the group, make a new one.
 
     Args:
         rank: of this process; None: from the launcher's environment.
@@ -123,12 +83,7 @@ class Communicator:
     # ------------------------------------------------------------ reductions
 
     def all_reduce(
-        self,
-        array: Any,
-        op: ReduceOp = "sum",
-        *,
-        out: Any = None,
-        **call: Unpack[Call],
+        self, array: Any, op: ReduceOp = "sum", *, out: Any = None, **call: Unpack[Call]
     ) -> Any:
         """Reduces over ranks, in place unless `out` is given; every rank has the result, with the
         same bits. 16-bit floats are added in float32."""
@@ -148,12 +103,7 @@ class Communicator:
         return self._run(_Kind.REDUCE, array, target, call, op=op, root=root)
 
     def reduce_scatter(
-        self,
-        array: Any,
-        op: ReduceOp = "sum",
-        *,
-        out: Any = None,
-        **call: Unpack[Call],
+        self, array: Any, op: ReduceOp = "sum", *, out: Any = None, **call: Unpack[Call]
     ) -> Any:
         """Reduces, and gives rank r the r-th of `size` equal parts along the first axis."""
         out = self._new_part(array, "reduce_scatter") if out is None else out
@@ -170,14 +120,7 @@ class Communicator:
         out = self._new_stack(array, "all_gather") if out is None else out
         return self._run(_Kind.ALL_GATHER, array, out, call)
 
-    def gather(
-        self,
-        array: Any,
-        *,
-        root: int = 0,
-        out: Any = None,
-        **call: Unpack[Call],
-    ) -> Any:
+    def gather(self, array: Any, *, root: int = 0, out: Any = None, **call: Unpack[Call]) -> Any:
         """Like all_gather, on `root` only; elsewhere None."""
         if self.rank != root:
             out = None
@@ -185,14 +128,7 @@ class Communicator:
             out = self._new_stack(array, "gather")
         return self._run(_Kind.GATHER, array, out, call, root=root)
 
-    def scatter(
-        self,
-        array: Any,
-        out: Any,
-        *,
-        root: int = 0,
-        **call: Unpack[Call],
-    ) -> Any:
+    def scatter(self, array: Any, out: Any, *, root: int = 0, **call: Unpack[Call]) -> Any:
         """Gives rank r the r-th of `size` equal parts of the root's `array` (elsewhere None)."""
         source = array if self.rank == root else None
         return self._run(_Kind.SCATTER, source, out, call, root=root)
@@ -232,30 +168,18 @@ class Communicator:
 
     # ------------------------------------------------------------ between two ranks
 
-    def send(
-        self,
-        array: Any,
-        to: int,
-        *,
-        tag: int = 0,
-        **call: Unpack[Call],
-    ) -> Any:
+    def send(self, array: Any, to: int, *, tag: int = 0, **call: Unpack[Call]) -> Any:
         """Sends to one rank; messages of a pair and tag arrive in the order of the calls."""
         return self._run(_Kind.SEND, array, None, call, root=to, tag=tag)
 
     def recv(
-        self,
-        array: Any,
-        source: int | None = None,
-        *,
-        tag: int = 0,
-        **call: Unpack[Call],
+        self, array: Any, source: int | None = None, *, tag: int = 0, **call: Unpack[Call]
     ) -> Any:
         """Receives into `array` from `source`, or from whoever sends first (None). Returns the
         rank that sent."""
-        peer = _core.ANY_SOURCE if source is None else source
+        peer = _core.ANYSOURCE if source is None else source
         later: Call = {**call, "async_op": True}
-        work = self._run(_Kind.RECV, None, array, later, root=peer, tag=tag, result=_SOURCE)
+        work = self._run(_Kind.RECV, None, array, later, root=peer, tag=tag, result=SOURCE)
         return work if call.get("async_op") else work.wait()
 
     # ------------------------------------------------------------ groups
