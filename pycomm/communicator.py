@@ -177,7 +177,7 @@ class Communicator:
     ) -> Any:
         """Receives into `array` from `source`, or from whoever sends first (None). Returns the
         rank that sent."""
-        peer = _core.ANYSOURCE if source is None else source
+        peer = _core.ANY_SOURCE if source is None else source
         later: Call = {**call, "async_op": True}
         work = self._run(_Kind.RECV, None, array, later, root=peer, tag=tag, result=SOURCE)
         return work if call.get("async_op") else work.wait()
