@@ -6,8 +6,8 @@ TORCH ?= torch==2.13.0
 export PYTHON VENV TORCH
 BIN := $(abspath $(VENV))/bin
 
-.PHONY: help demo test test-all prove lint format install core-tests python-tests sanitize fuzz \
-        cuda install-check quic-probe clean
+STAGES := core-tests python-tests simulate sanitize fuzz cuda install-check large-messages quic-probe
+.PHONY: help demo test test-all prove lint format install clean $(STAGES)
 
 help: ## This list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -22,15 +22,16 @@ test: ## The tests: at most 10 minutes, no root, no VM.
 	@bash .ci/setup.sh test
 	@bash .ci/stages.sh core-tests python-tests
 
-test-all: ## The tests, sanitizers, fuzzers, CUDA compilation and the probes.
+test-all: ## The tests, 10,000 simulations, sanitizers, fuzzers, CUDA compilation and the probes.
 	@bash .ci/setup.sh test-all
-	@bash .ci/stages.sh core-tests python-tests sanitize fuzz cuda install-check quic-probe prove
+	@bash .ci/stages.sh core-tests python-tests simulate sanitize fuzz cuda \
+	  install-check large-messages quic-probe prove
 
 prove: ## Five claims of the transport contract, one line each.
 	@bash .ci/setup.sh test-all
 	@bash .ci/stages.sh prove
 
-core-tests python-tests sanitize fuzz cuda install-check quic-probe:
+$(STAGES):
 	@bash .ci/stages.sh $@
 
 lint: ## clang-format, ruff, mypy and the rules of tests/tidy.

@@ -17,6 +17,13 @@ core_tests() { # without torch and Python in sight
   build release && ctest --test-dir build/release --output-on-failure --no-tests=error
 }
 
+# Whole collectives under delay, reordering, loss, partition and death: 10,000 seeds.
+simulate() {
+  build release && SIM_SCENARIOS=5000 build/release/tests/cpp/simulation_test --gtest_brief=1
+}
+
+large_messages() { TEST_LARGE=1 python -m pytest -q tests/python/test_large_messages.py; }
+
 python_tests() { python -m pytest tests/python tests/torch tests/tidy; }
 
 sanitize() {
@@ -95,13 +102,13 @@ prove() {
   return $failed
 }
 
-declare -A budget=([core-tests]=600 [python-tests]=420 [sanitize]=700 [fuzz]=200 [cuda]=200 [install-check]=240 [quic-probe]=150 [prove]=300)
+declare -A budget=([core-tests]=600 [python-tests]=700 [simulate]=200 [large-messages]=300 [sanitize]=700 [fuzz]=200 [cuda]=200 [install-check]=240 [quic-probe]=150 [prove]=300)
 mkdir -p build
 status=0
 for stage in "$@"; do
   start=$SECONDS
   printf '\n=== %s\n' "$stage"
-  export -f build core_tests python_tests sanitize fuzz cuda install_check quic_probe prove
+  export -f build core_tests simulate large_messages python_tests sanitize fuzz cuda install_check quic_probe prove
   timeout --foreground "${budget[$stage]:?unknown stage}" bash -c "set -uo pipefail; ${stage//-/_}"
   code=$?
   [ $code -eq 124 ] && echo "stage $stage ran past its ${budget[$stage]} s"
