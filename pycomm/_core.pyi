@@ -36,7 +36,13 @@ class Handle:
 
 class Group:
     def __init__(
-        self, store: Any, rank: int, world_size: int, name: str, settings: dict[str, str]
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        name: str,
+        settings: dict[str, str],
+        global_ranks: list[int],
     ) -> None: ...
     def close(self) -> None: ...
     def run(self, kind: OpKind, input: Any, output: Any, **more: Any) -> None: ...

@@ -21,6 +21,21 @@ def new_like(array: Any, shape: tuple[int, ...], what: str) -> Any:
     raise TypeError(f"pycomm: {what} of a {type(array).__name__} needs out=")
 
 
+def check_divides(array: Any, num_ranks: int, what: str) -> int:
+    """The rows of an array that is cut into one part a rank along its first axis.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    shape = np.shape(array)
+    if not shape or shape[0] % num_ranks != 0:
+        raise ValueError(
+            f"pycomm: {what} needs a first axis that divides among {num_ranks} ranks, "
+            f"not shape {shape}"
+        )
+    return int(shape[0])
+
+
 class Flat:
     """An array as the core takes it; what has to be copied for that is copied back by finish()."""
 

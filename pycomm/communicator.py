@@ -23,7 +23,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from pycomm import _core
-from pycomm.arrays import Flat, new_like
+from pycomm.arrays import Flat, check_divides, new_like
 from pycomm.rendezvous import Place, Store, find_place, open_store
 from pycomm.work import SOURCE, Call, Work
 
@@ -39,6 +39,8 @@ _REDUCE_OPS = {
     "bxor": _core.ReduceOp.BXOR,
 }
 _Kind = _core.OpKind
+# How often this process has met others under (rendezvous, name).
+_names_met: dict[tuple[str, str], int] = {}
 
 
 class Communicator:
@@ -70,15 +72,26 @@ class Communicator:
         values = {f"PYCOMM_{key}": str(value) for key, value in (settings or {}).items()}
         if timeout is not None:
             values["PYCOMM_TIMEOUT_SEC"] = str(max(int(timeout), 1))
-        self._join(place, open_store(place, timeout or 1800.0), name, values)
+        # A name is met under once: the next communicator of this name, on every rank, is another.
+        times = _names_met.get((place.url, name), 0) + 1
+        _names_met[place.url, name] = times
+        store = open_store(place, timeout or 1800.0)
+        try:
+            unique = name if times == 1 else f"{name}#{times}"
+            self._join(place, store, unique, values, list(range(place.size)))
+        except BaseException:
+            getattr(store, "close", lambda: None)()
+            raise
         self._owns_store = True
 
-    def _join(self, place: Place, store: Store, name: str, values: dict[str, str]) -> None:
+    def _join(
+        self, place: Place, store: Store, name: str, values: dict[str, str], job_ranks: list[int]
+    ) -> None:
         self.rank, self.size, self.name = place.rank, place.size, name
-        self._store, self._values = store, values
+        self._store, self._values, self._job_ranks = store, values, job_ranks
         self._num_splits = 0
         self._owns_store = False
-        self._group = _core.Group(store, place.rank, place.size, name, values)
+        self._group = _core.Group(store, place.rank, place.size, name, values, job_ranks)
 
     # ------------------------------------------------------------ reductions
 
@@ -147,6 +160,7 @@ class Communicator:
         if (send_counts is None) != (recv_counts is None):
             raise ValueError("pycomm: all_to_all needs both send_counts and recv_counts, or none")
         if send_counts is None or recv_counts is None:
+            check_divides(array, self.size, "all_to_all")
             out = new_like(array, np.shape(array), "all_to_all") if out is None else out
             return self._run(_Kind.ALL_TO_ALL, array, out, call)
         row = np.shape(array)[1:]
@@ -200,6 +214,7 @@ class Communicator:
             self._store,
             f"{self.name}/split{self._num_splits}/{color}",
             self._values,
+            [self._job_ranks[r] for r in members],
         )
         return child
 
@@ -248,13 +263,8 @@ class Communicator:
         return new_like(array, (self.size, *np.shape(array)), what)
 
     def _new_part(self, array: Any, what: str) -> Any:
-        shape = np.shape(array)
-        if not shape or shape[0] % self.size != 0:
-            raise ValueError(
-                f"pycomm: {what} needs a first axis that divides among {self.size} ranks, "
-                f"not shape {shape}"
-            )
-        return new_like(array, (shape[0] // self.size, *shape[1:]), what)
+        rows = check_divides(array, self.size, what)
+        return new_like(array, (rows // self.size, *np.shape(array)[1:]), what)
 
     def _run(
         self,

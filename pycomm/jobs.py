@@ -35,6 +35,11 @@ def run_job(command: Sequence[str], num_ranks: int, *, pin: bool = False) -> int
             "PYCOMM_RENDEZVOUS": f"file://{folder}",
         }
         ranks: list[subprocess.Popen[bytes]] = []
+
+        def on_terminate(number: int, frame: object) -> None:
+            raise SystemExit(128 + number)  # through the finally below, not past it
+
+        before = signal.signal(signal.SIGTERM, on_terminate)
         try:
             for rank in range(num_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -43,11 +48,12 @@ def run_job(command: Sequence[str], num_ranks: int, *, pin: bool = False) -> int
                     os.sched_setaffinity(process.pid, {cpus[rank % len(cpus)]})
                 ranks.append(process)
             return _await_all(ranks)
-        except KeyboardInterrupt:
-            _end(ranks, signal.SIGINT)
+        except KeyboardInterrupt:  # the terminal has sent it to the ranks too
+            _end(ranks)
             return 130
         finally:
-            _end(ranks, signal.SIGKILL)
+            _end(ranks)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _await_all(ranks: list[subprocess.Popen[bytes]]) -> int:
@@ -55,15 +61,15 @@ def _await_all(ranks: list[subprocess.Popen[bytes]]) -> int:
         codes = [process.poll() for process in ranks]
         bad = next((code for code in codes if code), None)
         if bad is not None:
-            _end(ranks, signal.SIGTERM)
+            _end(ranks)
             return bad if bad > 0 else 128 - bad
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.02)
 
 
-def _end(ranks: list[subprocess.Popen[bytes]], signal_number: signal.Signals) -> None:
-    """Waits a moment, signals what is left, waits again, and kills."""
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Waits a moment, ends what is left, waits again, and kills."""
 
     def is_over(until: float) -> bool:
         while any(process.poll() is None for process in ranks):
@@ -72,11 +78,11 @@ def _end(ranks: list[subprocess.Popen[bytes]], signal_number: signal.Signals) ->
             time.sleep(0.02)
         return True
 
-    if signal_number == signal.SIGTERM and is_over(time.monotonic() + _GRACE_S):
+    if is_over(time.monotonic() + _GRACE_S):
         return
     for process in ranks:
         if process.poll() is None:
-            process.send_signal(signal_number)
+            process.terminate()
     if is_over(time.monotonic() + _GRACE_S):
         return
     for process in ranks:

@@ -14,11 +14,12 @@ import urllib.parse
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 _VALUE_BYTES_MAX = 64 * 1024
 _KEYS_MAX = 1_000_000
 _LONG_POLL_S = 2.0
+_GONE_S = 2.0
 
 
 class Store(Protocol):
@@ -116,37 +117,54 @@ class _Server(ThreadingHTTPServer):
 class TcpStore:
     """Keys and values over HTTP; rank 0 serves them."""
 
+    # Groups of this process that meet at one address share its server: (server, users).
+    _servers: ClassVar[dict[tuple[str, int], tuple[_Server, int]]] = {}
+    _servers_lock = threading.Lock()
+
     def __init__(self, host: str, port: int, *, serves: bool, timeout_s: float) -> None:
         self._host, self._port, self._timeout_s = host, port, timeout_s
-        self._server: _Server | None = None
+        self._serves = serves
+        self._has_met = self._is_gone = False
         self._local = threading.local()
         if serves:
-            handler = type("Handler", (_Handler,), {"keys": _Keys()})
-            try:
-                self._server = _Server((host, port), handler)
-            except OSError as error:
-                raise OSError(
-                    error.errno,
-                    f"rank 0 cannot serve the rendezvous on {host}:{port}: {error.strerror}; "
-                    "give an address of this host and a port that is free",
-                ) from None
-            self._port = self._server.server_address[1]
-            threading.Thread(target=self._server.serve_forever, daemon=True).start()
+            self._serve()
 
-    @property
-    def port(self) -> int:
-        """The port that is served, also where 0 was asked for."""
-        return self._port
+    def _serve(self) -> None:
+        key = (self._host, self._port)
+        with self._servers_lock:
+            server, users = self._servers.get(key, (None, 0))
+            if server is None:
+                handler = type("Handler", (_Handler,), {"keys": _Keys()})
+                try:
+                    server = _Server(key, handler)
+                except OSError as error:
+                    raise OSError(
+                        error.errno,
+                        f"rank 0 cannot serve the rendezvous on {self._host}:{self._port}: "
+                        f"{error.strerror}; give an address of this host and a port that is free",
+                    ) from None
+                threading.Thread(target=server.serve_forever, daemon=True).start()
+            self._servers[key] = (server, users + 1)
 
     def close(self) -> None:
-        """Stops serving."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        """Stops serving, if no other group of this process meets there."""
+        if not self._serves:
+            return
+        self._serves = False
+        key = (self._host, self._port)
+        with self._servers_lock:
+            server, users = self._servers[key]
+            if users > 1:
+                self._servers[key] = (server, users - 1)
+                return
+            del self._servers[key]
+        server.shutdown()
+        server.server_close()
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        deadline = time.monotonic() + self._timeout_s
+        # Rank 0 may start late; once it was there and is no more, it does not come back.
+        patience_s = 0 if self._is_gone else _GONE_S if self._has_met else self._timeout_s
+        deadline = time.monotonic() + patience_s
         while True:
             connection = getattr(self._local, "connection", None)
             try:
@@ -155,14 +173,16 @@ class TcpStore:
                     self._local.connection = connection
                 connection.request(method, path, body)
                 answer = connection.getresponse()
-                return answer.status, answer.read()
+                content = answer.read()
+                self._has_met = True
+                return answer.status, content
             except (OSError, http.client.HTTPException) as error:
                 self._local.connection = None
                 if time.monotonic() > deadline:
+                    self._is_gone = True
                     raise TimeoutError(
                         f"http://{self._host}:{self._port} did not answer within "
-                        f"{self._timeout_s:.0f} s ({error}): is rank 0 running, and is that its "
-                        "address?"
+                        f"{patience_s:.0f} s ({error}): is rank 0 running, and is that its address?"
                     ) from None
                 time.sleep(0.02)
 

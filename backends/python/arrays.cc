@@ -130,6 +130,10 @@ bool Array::take_buffer(const py::object& object, bool writable) {
     refuse(object, writable ? "cannot be written to" : "gives no access to its memory");
   }
   has_view_ = true;
+  if (view_.itemsize <= 0) refuse(object, "has elements of no size");
+  if (view_.format != nullptr && std::strchr(view_.format, 'O') != nullptr) {
+    refuse(object, "holds Python objects, whose addresses mean nothing elsewhere");
+  }
   if (PyBuffer_IsContiguous(&view_, 'C') == 0) refuse(object, "is not contiguous in C order");
   data_ = static_cast<std::byte*>(view_.buf);
   element_bytes_ = static_cast<std::uint64_t>(view_.itemsize);

@@ -14,7 +14,8 @@ namespace pycomm::python {
 class Array {
  public:
   // Errors (as Python exceptions): TypeError for what is no array, is not contiguous in C order, is
-  // on a device, or is read-only and shall be written.
+  // on a device, holds Python objects, or is a read-only buffer and shall be written (DLPack does
+  // not tell of read-only memory).
   Array(const pybind11::object& object, bool writable);
   ~Array();
   Array(const Array&) = delete;

@@ -102,7 +102,7 @@ class Handle {
   void wait(std::int64_t timeout_ms) {
     constexpr std::int64_t kSliceMs = 50;
     const std::shared_ptr<Operation> operation = running_->operation;
-    Status status;
+    Status status = Status::error(StatusCode::kTimeout, "not done yet");
     {
       py::gil_scoped_release no_gil;
       for (std::int64_t waited = 0; !operation->is_done(); waited += kSliceMs) {
@@ -114,7 +114,9 @@ class Handle {
       }
     }
     rethrow_signal();
-    check(operation->is_done() ? operation->status() : status);
+    if (!operation->is_done()) return check(status);
+    running_->arrays.clear();
+    check(operation->status());
   }
 
  private:
@@ -124,12 +126,11 @@ class Handle {
 class Group {
  public:
   Group(py::object store, Rank rank, int world_size, const std::string& name,
-        const std::map<std::string, std::string>& settings) {
+        const std::map<std::string, std::string>& settings, const std::vector<int>& global_ranks) {
     Resolution resolution = resolve_options(settings);
-    if (!resolution.complaint.empty()) {
-      raise(Status::error(StatusCode::kInvalidUsage, resolution.complaint));
-    }
     resolution.options.group_name = name;
+    resolution.options.global_ranks = global_ranks;
+    resolution.options.is_interrupted = has_signal;
     PythonStore adapter(std::move(store));
     Result<std::unique_ptr<Communicator>> made = Status::error(StatusCode::kInternal, "not made");
     {
@@ -139,17 +140,23 @@ class Group {
     rethrow_signal();
     if (!made.is_ok()) raise(made.status());
     communicator_ = std::move(made).value();
-    communicator_->set_interrupt_check(has_signal);
   }
   ~Group() { close(); }
 
   void close() {
-    py::gil_scoped_release no_gil;
-    // Someone is inside a call, perhaps below us on this stack: it ends, and lets go.
-    if (communicator_.use_count() > 1) communicator_->abort("the communicator was closed");
-    communicator_.reset();
-    py::gil_scoped_acquire gil;
+    std::shared_ptr<Communicator> leaving = std::move(communicator_);  // under the GIL
+    std::vector<std::shared_ptr<Running>> running = std::move(running_);
     running_.clear();
+    {
+      py::gil_scoped_release no_gil;
+      // Someone is inside a call, perhaps below us on this stack: it ends, and lets go.
+      if (leaving.use_count() > 1) leaving->abort("the communicator was closed");
+      leaving.reset();
+    }
+    // What is not over even now (we are inside a signal handler of a call) keeps its memory.
+    for (const auto& one : running) {
+      if (!one->operation->is_done()) new std::shared_ptr<Running>(one);
+    }
   }
 
   void run(const Arguments& arguments) {
@@ -295,9 +302,9 @@ void bind_communicator(py::module_& m) {
       .def_property_readonly("source", &Handle::source);
   py::class_<Group> group(m, "Group");
   group.def(py::init<py::object, Rank, int, const std::string&,
-                     const std::map<std::string, std::string>&>(),
+                     const std::map<std::string, std::string>&, const std::vector<int>&>(),
             py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("name"),
-            py::arg("settings"));
+            py::arg("settings"), py::arg("global_ranks"));
   group.def("close", &Group::close);
   const auto bind = [&](const char* name, auto method) {
     group.def(

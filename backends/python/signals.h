@@ -1,4 +1,4 @@
-// Python's signals (ctrl-C) inside a wait of the core.
+// The core and the interpreter: signals (ctrl-C) inside a wait, and the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,6 +23,18 @@ inline bool has_signal() {
 // Throws what has_signal() kept for this thread, if anything.
 inline void rethrow_signal() {
   if (kept_signal) std::rethrow_exception(std::exchange(kept_signal, nullptr));
+}
+
+// For what joins threads that may want the interpreter: runs `body` without the GIL, if this thread
+// has it.
+template <class Body>
+void without_gil(Body&& body) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    pybind11::gil_scoped_release no_gil;
+    body();
+  } else {
+    body();
+  }
 }
 
 }  // namespace pycomm::python

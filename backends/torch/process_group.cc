@@ -58,13 +58,15 @@ ProcessGroup::ProcessGroup(std::unique_ptr<Communicator> communicator,
       communicator_(std::move(communicator)),
       options_(c10::make_intrusive<Options>("pycomm", timeout)) {
   options_->group_name = group_name;
-  communicator_->set_interrupt_check(python::has_signal);
 }
 
-// Joins threads that never need the GIL; a Python caller may hold it.
-ProcessGroup::~ProcessGroup() = default;
+// The last group joins threads that may be inside Python callbacks.
+ProcessGroup::~ProcessGroup() {
+  python::without_gil([this] { communicator_.reset(); });
+}
 
 std::shared_ptr<Communicator> ProcessGroup::communicator() {
+  std::lock_guard lock(communicator_mutex_);
   TORCH_CHECK(communicator_, "pycomm: group '", options_->group_name, "' has been shut down");
   return communicator_;
 }
@@ -76,13 +78,21 @@ WorkPtr ProcessGroup::issue(Title title, std::vector<Staged> staged, Tensors inp
   auto work = c10::make_intrusive<Work>(getRank(), title.type, title.text, std::move(inputs),
                                         std::move(outputs));
   const auto chosen = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
-  for (Staged& one : staged) one.request.timeout_ms = chosen.count();
+  for (Staged& one : staged) {
+    one.request.timeout_ms = chosen.count();
+    one.part_ways(getRank());
+  }
   c10::intrusive_ptr<Work> together;
   {
     std::lock_guard lock(coalescing_mutex_);
     if (coalesced_ && coalescing_thread_ == std::this_thread::get_id()) together = coalesced_;
   }
   if (!is_async && staged.size() == 1 && !together) {
+    // Peers that are stopped inside it may touch large tensors after it has failed here.
+    constexpr std::uint64_t kSmallBytes = 4096;
+    if (staged[0].request.splits || staged[0].request.bytes() > kSmallBytes) {
+      staged[0].request.keepalive = staged[0].keepalive();
+    }
     const Status status = communicator->run(staged[0].request);
     python::rethrow_signal();
     if (status.is_ok()) staged[0].finish();
@@ -100,8 +110,13 @@ WorkPtr ProcessGroup::issue(Title title, std::vector<Staged> staged, Tensors inp
       for (const Staged& one : staged) one.finish();
     };
   }
+  if (together && finish_up) {  // whoever is waited for first does it
+    finish_up = [finish_up, only = std::make_shared<std::once_flag>()] {
+      std::call_once(*only, finish_up);
+    };
+  }
   if (together) together->add_operations(operations, finish_up);
-  work->add_operations(std::move(operations), together ? nullptr : std::move(finish_up));
+  work->add_operations(operations, finish_up);
   return work;
 }
 
@@ -114,7 +129,7 @@ WorkPtr ProcessGroup::issue_one(Title title, Staged staged, Tensors inputs, Tens
 
 void ProcessGroup::startCoalescing() {
   std::lock_guard lock(coalescing_mutex_);
-  TORCH_CHECK(!coalesced_, "pycomm: this group is coalescing already");
+  // One that an exception left behind is dropped: its operations have their own Works.
   coalescing_thread_ = std::this_thread::get_id();
   coalesced_ = c10::make_intrusive<Work>(getRank(), c10d::OpType::COALESCED, "pycomm:coalesced",
                                          Tensors{}, Tensors{});
@@ -131,8 +146,14 @@ std::uint64_t ProcessGroup::getSequenceNumberForGroup() {
   return records.empty() ? 0 : records.back().op_number;
 }
 
+std::shared_ptr<Communicator> ProcessGroup::take_communicator(bool leaves) {
+  std::lock_guard lock(communicator_mutex_);
+  return leaves ? std::move(communicator_) : communicator_;
+}
+
 c10d::ErrorType ProcessGroup::getError() {
-  const Status health = communicator_ ? communicator_->health() : Status();
+  const std::shared_ptr<Communicator> communicator = take_communicator(false);
+  const Status health = communicator ? communicator->health() : Status();
   switch (health.code()) {
     case StatusCode::kOk: return c10d::ErrorType::SUCCESS;
     case StatusCode::kTimeout: return c10d::ErrorType::TIMEOUT;
@@ -161,13 +182,16 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroup::split(const c10::intrusive_ptr<c
 }
 
 void ProcessGroup::abort() {
-  if (communicator_) communicator_->abort("aborted by this process");
+  if (const auto communicator = take_communicator(false)) {
+    communicator->abort("aborted by this process");
+  }
 }
 
 void ProcessGroup::shutdown() {
+  std::shared_ptr<Communicator> leaving = take_communicator(true);
   // Someone is inside a call, perhaps below us on this stack: it ends, and lets go.
-  if (communicator_.use_count() > 1) communicator_->abort("the group was shut down");
-  communicator_.reset();
+  if (leaving.use_count() > 1) leaving->abort("the group was shut down");
+  python::without_gil([&] { leaving.reset(); });
 }
 
 c10::intrusive_ptr<ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store,
@@ -176,14 +200,15 @@ c10::intrusive_ptr<ProcessGroup> create_process_group(const c10::intrusive_ptr<c
                                                       const std::string& group_name,
                                                       const std::vector<int>& global_ranks) {
   Resolution resolution = resolve_options();
-  TORCH_CHECK(resolution.complaint.empty(), "pycomm: ", resolution.complaint);
   pycomm::Options& options = resolution.options;
   options.timeout_ms = timeout.count();
   options.group_name = group_name.empty() ? "default" : group_name;
   options.global_ranks = global_ranks;
+  options.is_interrupted = python::has_signal;
   options.framework = std::string("torch ") + PYCOMM_TORCH_VERSION;
   StoreAdapter adapter(store);
   auto communicator = Communicator::create(adapter, rank, size, options);
+  python::rethrow_signal();
   if (!communicator.is_ok()) std::rethrow_exception(to_exception(communicator.status()));
   return c10::make_intrusive<ProcessGroup>(std::move(communicator).value(), options.group_name,
                                            timeout);

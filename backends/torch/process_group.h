@@ -97,6 +97,9 @@ class ProcessGroup final : public c10d::Backend {
   void check_rank_list(const Tensors& list, const char* operation) const;
   WorkPtr point_to_point(OpKind kind, Title title, Tensors& tensors, int peer, int tag);
 
+  std::shared_ptr<Communicator> take_communicator(bool leaves);
+
+  std::mutex communicator_mutex_;
   std::shared_ptr<Communicator> communicator_;
   c10::intrusive_ptr<Options> options_;
   std::mutex coalescing_mutex_;

@@ -104,13 +104,15 @@ at::Tensor Staged::flat(const at::Tensor& tensor) {
 }
 
 void Staged::input(const at::Tensor& tensor) {
-  request.input = data_of(flat(factor_ ? premultiplied(tensor) : tensor));
+  inputs_ = {flat(factor_ ? premultiplied(tensor) : tensor)};
+  request.input = data_of(inputs_[0]);
 }
 
 void Staged::input(const Tensors& parts) {
   Parts list;
   for (const at::Tensor& part : parts) {
-    list.push_back(data_of(flat(factor_ ? premultiplied(part) : part)));
+    inputs_.push_back(flat(factor_ ? premultiplied(part) : part));
+    list.push_back(data_of(inputs_.back()));
   }
   request.input_parts = std::make_shared<Parts>(std::move(list));
 }
@@ -124,7 +126,38 @@ std::byte* Staged::target_of(const at::Tensor& tensor) {
     copies_.emplace_back(tensor, target);
   }
   kept_.push_back(target);
+  outputs_.push_back(target);
   return data_of(target);
+}
+
+void Staged::part_ways(int rank) {
+  if (!request.input_parts && !request.output_parts) return;  // the core looks at plain ones
+  const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
+    const auto* first = static_cast<const std::byte*>(data_of(a));
+    const auto* second = static_cast<const std::byte*>(data_of(b));
+    return first < second + b.nbytes() && second < first + a.nbytes();
+  };
+  bool has_moved = false;
+  for (std::size_t i = 0; i < inputs_.size(); ++i) {
+    for (std::size_t o = 0; o < outputs_.size(); ++o) {
+      // In place: what a rank gives itself.
+      const bool is_own = (inputs_.size() == 1 || i == static_cast<std::size_t>(rank)) &&
+                          (outputs_.size() == 1 || o == static_cast<std::size_t>(rank));
+      const bool is_same = data_of(inputs_[i]) == data_of(outputs_[o]);
+      if (!overlap(inputs_[i], outputs_[o]) || (is_own && is_same)) continue;
+      inputs_[i] = inputs_[i].clone();
+      kept_.push_back(inputs_[i]);
+      has_moved = true;
+    }
+  }
+  if (!has_moved) return;
+  if (!request.input_parts) {
+    request.input = data_of(inputs_[0]);
+    return;
+  }
+  Parts list;
+  for (const at::Tensor& input : inputs_) list.push_back(data_of(input));
+  request.input_parts = std::make_shared<Parts>(std::move(list));
 }
 
 void Staged::output(const at::Tensor& tensor) { request.output = target_of(tensor); }

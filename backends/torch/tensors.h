@@ -36,6 +36,9 @@ class Staged {
   // Elements of the request's dtype in one tensor, or in `rows` of it.
   static std::uint64_t units(const at::Tensor& tensor);
 
+  // Gives inputs that share memory with an output of another rank's part memory of their own.
+  void part_ways(int rank);
+
   bool needs_finish() const { return !copies_.empty(); }
   void finish() const;
   // Keeps all memory as long as a peer may touch it.
@@ -49,6 +52,8 @@ class Staged {
   at::Tensor premultiplied(const at::Tensor& tensor) const;
 
   const char* name_;
+  Tensors inputs_;   // of a list, or one
+  Tensors outputs_;  // likewise
   std::optional<at::Tensor> factor_;
   Tensors kept_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // (to, from)

@@ -85,6 +85,7 @@ std::string find_fault(const OpRequest& request, Rank rank, int world_size) {
   const auto n = static_cast<std::size_t>(world_size);
   if (is_point_to_point(request.kind)) {
     const bool is_any = request.kind == OpKind::kRecv && request.root == kAnySource;
+    if (world_size == 1) return "nobody else is in a group of one";
     if (request.root == rank) return "rank " + std::to_string(rank) + " cannot talk to itself";
     if (!is_any && (request.root < 0 || request.root >= world_size)) {
       return "rank " + std::to_string(request.root) + " is not in a group of " +
@@ -98,6 +99,11 @@ std::string find_fault(const OpRequest& request, Rank rank, int world_size) {
   if (is_uneven != (request.splits != nullptr)) return "splits are for an uneven all_to_all";
   if (is_uneven && (request.splits->send.size() != n || request.splits->recv.size() != n)) {
     return "splits need a count for each of " + std::to_string(n) + " ranks";
+  }
+  const auto self = static_cast<std::size_t>(rank);
+  if (is_uneven && request.splits->send[self] != request.splits->recv[self]) {
+    return "rank " + std::to_string(rank) + " sends " + std::to_string(request.splits->send[self]) +
+           " elements to itself, but expects " + std::to_string(request.splits->recv[self]);
   }
   std::uint64_t most = request.count;
   if (is_uneven) {

@@ -95,7 +95,6 @@ class Execution {
   void finish(Status status);
   // A rank that has not arrived, or kNoRank; fails the operation if that one cannot any more.
   Rank missing_peer();
-  std::byte* shared_base(Rank peer) const;
 
   GroupContext& group_;
   OpRequest request_;

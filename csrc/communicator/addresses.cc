@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string_view>
 
+#include "base/log.h"
+
 namespace pycomm::communicator {
 namespace {
 
@@ -32,6 +34,8 @@ struct InterfaceFilter {
     return is_named != excludes;
   }
 };
+
+constexpr const char* kAny = "0.0.0.0";
 
 bool is_last_resort(const platform::Interface& interface) {
   return interface.is_loopback || interface.name.starts_with("docker");
@@ -63,13 +67,19 @@ Result<platform::Interface> choose_interface(const std::string& spec,
 Result<Addresses> choose_addresses(const Options& options) {
   Addresses result;
   result.advertise = platform::outgoing_address();
-  if (!options.bind_address.empty()) {
+  if (!options.bind_address.empty() && options.bind_address != kAny) {
     result.listen = result.advertise = options.bind_address;
   } else if (!options.interfaces.empty()) {
     auto chosen = choose_interface(options.interfaces, platform::list_interfaces());
-    if (!chosen.is_ok()) return chosen.status();
-    result.listen = result.advertise = chosen.value().address;
-  } else if (options.secret.empty()) {
+    if (chosen.is_ok()) {
+      result.listen = result.advertise = chosen.value().address;
+    } else if (!options.interfaces_are_borrowed) {
+      return chosen.status();
+    } else {
+      base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+                "GLOO_ or NCCL_SOCKET_IFNAME is left aside: " + chosen.status().message());
+    }
+  } else if (options.secret.empty() && options.bind_address != kAny) {
     result.listen = "127.0.0.1";
   }
   if (!options.advertise_address.empty()) result.advertise = options.advertise_address;
@@ -77,7 +87,7 @@ Result<Addresses> choose_addresses(const Options& options) {
 }
 
 Viability is_reachable_from_elsewhere(const std::string& address) {
-  if (platform::is_loopback_address(address)) {
+  if (platform::is_loopback_address(address) || address == kAny) {
     return {false, "it advertises " + address +
                        ", a loopback address that no other host reaches; set "
                        "PYCOMM_SOCKET_IFNAME or PYCOMM_ADVERTISE_ADDR there"};

@@ -26,8 +26,6 @@ constexpr TimeNs kHandshakeNs = 5'000'000'000;
 constexpr std::size_t kPendingMax = 64;
 constexpr std::int64_t kRetryNs = 20'000'000;
 constexpr TimeNs kFirstWordNs = 500'000'000;
-constexpr TimeNs kAskStoreNs = 200'000'000;
-constexpr std::int64_t kStoreSliceMs = 2'000;
 constexpr int kRefusalsLogged = 5;  // of one group's creation
 
 TimeNs handshake_deadline(TimeNs deadline) {
@@ -35,6 +33,7 @@ TimeNs handshake_deadline(TimeNs deadline) {
 }
 
 Status about_rank(const Status& status, Rank rank, const char* doing) {
+  if (status.is_ok()) return status;
   return Status::error(
       status.code(), std::string(doing) + " rank " + std::to_string(rank) + ": " + status.message(),
       rank);
@@ -42,7 +41,7 @@ Status about_rank(const Status& status, Rank rank, const char* doing) {
 
 // Drives a membership over a stream until done.
 // *was_heard tells whether the peer said anything at all.
-Status drive(Membership& membership, int fd, TimeNs deadline, bool* was_heard) {
+Status drive(Membership& membership, int fd, Meeting& meeting, TimeNs deadline, bool* was_heard) {
   std::string out = membership.start();
   for (;;) {
     while (!out.empty()) {
@@ -65,6 +64,7 @@ Status drive(Membership& membership, int fd, TimeNs deadline, bool* was_heard) {
       if (real_clock().now_ns() > deadline) {
         return Status::error(StatusCode::kTimeout, "the handshake took too long");
       }
+      PYCOMM_RETURN_IF_ERROR(meeting.check_now_and_then());
       platform::sleep_ns(100'000);
     } else {
       return Status::error(StatusCode::kInvalidUsage,
@@ -96,11 +96,16 @@ class Connector {
   }
 
   Status accept_higher() {
-    TimeNs ask_at = real_clock().now_ns() + kAskStoreNs;
     for (;;) {
       Rank missing = kNoRank;
       for (Rank peer = rank_ + 1; peer < size(); ++peer) {
-        if (!engine_.find_link(hello(peer).process_id)) missing = peer;
+        if (engine_.find_link(hello(peer).process_id)) continue;
+        missing = peer;
+        if (auto early = engine_.take_stashed(hello(peer).process_id)) {
+          // It may have given up since; then it comes again.
+          const Status status = take_up(std::move(*early));
+          if (!status.is_ok()) log_refusal("an early connection", status);
+        }
       }
       if (missing == kNoRank) return Status();
       if (real_clock().now_ns() > deadline_) {
@@ -108,16 +113,19 @@ class Connector {
                              "rank " + std::to_string(missing) + " did not connect in time",
                              missing);
       }
-      if (real_clock().now_ns() > ask_at) {
-        PYCOMM_RETURN_IF_ERROR(meeting_.check());
-        ask_at = real_clock().now_ns() + kAskStoreNs;
-      }
+      PYCOMM_RETURN_IF_ERROR(meeting_.check_now_and_then());
       const bool moved = accept_local() | accept_tcp();
       if (!moved) platform::sleep_ns(200'000);
     }
   }
 
  private:
+  // One that came before this group knew of it.
+  Status take_up(Stashed early) {
+    if (!early.is_local) return add_tcp(std::move(early.fd), early.process_id);
+    return establish_shm(std::move(early.fd), early.process_id, handshake_deadline(deadline_));
+  }
+
   struct Pending {
     UniqueFd fd;
     Membership membership;
@@ -135,7 +143,18 @@ class Connector {
     const TimeNs until = deadline_;  // the peer may have others to serve, or to reach, first
     PYCOMM_RETURN_IF_ERROR(
         platform::send_with_fds(socket.value().get(), "shm " + engine_.process_id(), {}, until));
+    PYCOMM_RETURN_IF_ERROR(await_answer(socket.value().get()));
     return establish_shm(std::move(socket).value(), theirs.process_id, until);
+  }
+
+  // The peer may come to us late; that it gave up, or a signal, ends the wait.
+  Status await_answer(int fd) {
+    for (;;) {
+      const TimeNs now = real_clock().now_ns();
+      Status status = platform::await_readable(fd, std::min(deadline_, now + Meeting::kAskEveryNs));
+      if (status.code() != StatusCode::kTimeout || now > deadline_) return status;
+      PYCOMM_RETURN_IF_ERROR(meeting_.check_now_and_then());
+    }
   }
 
   Status establish_shm(UniqueFd socket, const std::string& process_id, TimeNs until) {
@@ -171,8 +190,12 @@ class Connector {
       return platform::send_with_fds(socket.get(), engine_.local_secret(), {}, until);
     }
     const std::string process_id = text.size() == 36 ? text.substr(4) : "";
-    if (text.substr(0, 4) != "shm " || !is_awaited(process_id)) {
-      return Status::error(StatusCode::kInternal, "it is no member of this group");
+    if (text.substr(0, 4) != "shm " || process_id.empty()) {
+      return Status::error(StatusCode::kInternal, "it speaks another language");
+    }
+    if (!is_awaited(process_id)) {
+      engine_.stash({process_id, std::move(socket), true});
+      return Status();
     }
     return establish_shm(std::move(socket), process_id, until);
   }
@@ -212,6 +235,7 @@ class Connector {
     }
     const TimeNs until = deadline_;
     PYCOMM_RETURN_IF_ERROR(platform::send_with_fds(socket.value().get(), "secret", {}, until));
+    PYCOMM_RETURN_IF_ERROR(await_answer(socket.value().get()));
     std::vector<UniqueFd> fds;
     return platform::receive_with_fds(socket.value().get(), 0, &fds, until);
   }
@@ -243,7 +267,7 @@ class Connector {
       Membership membership = Membership::connector(secret.value(), engine_.process_id(),
                                                     theirs.process_id, platform::random_hex128());
       bool was_heard = false;
-      Status status = drive(membership, stream.value().get(), deadline_, &was_heard);
+      Status status = drive(membership, stream.value().get(), meeting_, deadline_, &was_heard);
       if (status.is_ok()) return add_tcp(std::move(stream).value(), theirs.process_id);
       // Cut off before a word: the acceptor made room for others. It will listen again.
       if (was_heard || real_clock().now_ns() > deadline_) return status;
@@ -337,7 +361,7 @@ class Connector {
       if (is_awaited(pending.membership.peer())) {
         status = add_tcp(std::move(pending.fd), pending.membership.peer());
       } else {
-        status = Status::error(StatusCode::kInternal, "it is no member of this group");
+        engine_.stash({pending.membership.peer(), std::move(pending.fd), false});
       }
     }
     if (!status.is_ok()) {
@@ -367,7 +391,7 @@ Result<std::vector<Hello>> Meeting::exchange(const Hello& mine, TimeNs deadline)
     Result<std::string> text = Status::error(StatusCode::kTimeout, "not asked yet");
     do {
       const std::int64_t left_ms = (deadline - real_clock().now_ns()) / 1'000'000;
-      text = store_.get(key(r), std::clamp<std::int64_t>(left_ms, 1, kStoreSliceMs));
+      text = store_.get(key(r), std::clamp<std::int64_t>(left_ms, 1, kAskEveryNs / 1'000'000));
       if (text.is_ok()) break;
       PYCOMM_RETURN_IF_ERROR(check());
     } while (text.status().code() == StatusCode::kTimeout && real_clock().now_ns() < deadline);
@@ -388,7 +412,17 @@ void Meeting::give_up(const Status& why) {
       prefix_ + "failed", "rank " + std::to_string(rank_) + " could not join: " + why.message()));
 }
 
+Status Meeting::check_now_and_then() {
+  const TimeNs now = real_clock().now_ns();
+  if (now < ask_at_) return Status();
+  ask_at_ = now + kAskEveryNs;
+  return check();
+}
+
 Status Meeting::check() {
+  if (is_interrupted_ && is_interrupted_()) {
+    return Status::error(StatusCode::kAborted, "interrupted while ranks came together");
+  }
   const auto failed = store_.has(prefix_ + "failed");
   if (!failed.is_ok()) return failed.status();
   if (!failed.value()) return Status();

@@ -46,20 +46,29 @@ Path choose_path(const Hello& a, const Hello& b);
 // gave up, which ends it for all.
 class Meeting {
  public:
-  Meeting(Store& store, const std::string& group_name, Rank rank)
-      : store_(store), prefix_("pycomm/" + group_name + "/"), rank_(rank) {}
+  Meeting(Store& store, const Options& options, Rank rank)
+      : store_(store),
+        prefix_("pycomm/" + options.group_name + "/"),
+        rank_(rank),
+        is_interrupted_(options.is_interrupted) {}
 
   // Publishes mine and collects all. Errors: kTimeout naming the first missing rank; what ended it.
   Result<std::vector<Hello>> exchange(const Hello& mine, base::TimeNs deadline);
   // Tells the others that this rank cannot join, and why.
   void give_up(const Status& why);
-  // What another rank gave up for, or ok. Costs a question to the store: ask now and then.
+  // What another rank gave up for, kAborted for a signal here, or ok. Costs a question to the
+  // store: ask now and then, at most kAskEveryNs apart.
+  static constexpr base::TimeNs kAskEveryNs = 200'000'000;
   Status check();
+  // check() if it is time.
+  Status check_now_and_then();
 
  private:
   Store& store_;
   const std::string prefix_;
   const Rank rank_;
+  const std::function<bool()> is_interrupted_;
+  base::TimeNs ask_at_ = 0;
   bool is_over_ = false;  // another rank gave up, and has told the others
 };
 

@@ -36,7 +36,9 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
   const bool shares = engine.host() != nullptr && options.transport != TransportChoice::kTcp &&
                       !options.shm_disabled;
   hello.shm_domain = shares ? platform::shared_memory_domain() : "";
-  hello.shm_refusal = engine.shm_refusal();
+  hello.shm_refusal = options.transport == TransportChoice::kTcp ? "PYCOMM_TRANSPORT=tcp"
+                      : options.shm_disabled                     ? "PYCOMM_SHM_DISABLE=1"
+                                                                 : engine.shm_refusal();
   hello.local_name = engine.local_name();
   hello.tcp_address = engine.addresses().advertise;
   const std::string& listen = engine.addresses().listen;
@@ -64,7 +66,7 @@ Status check_choice(const std::vector<Hello>& hellos, Rank rank, const Options& 
 }
 
 // Lays out my flat slots and maps everyone's.
-Status share_flat_areas(Engine& engine, Group& group,
+Status share_flat_areas(Engine& engine, Meeting& meeting, Group& group,
                         const std::vector<std::shared_ptr<transport::CoreLink>>& links,
                         TimeNs deadline) {
   auto area = engine.host()->allocate_segment(sizeof(FlatArea));
@@ -80,13 +82,12 @@ Status share_flat_areas(Engine& engine, Group& group,
       group.context.shared.bases[r] = engine.host()->arena().data();
       continue;
     }
-    PYCOMM_RETURN_IF_ERROR(links[r]->remote_memory()->expose(region, group.flat_area,
-                                                             sizeof(FlatArea), RegionKind::kHost));
+    PYCOMM_RETURN_IF_ERROR(engine.expose(*links[r], region, group.flat_area, sizeof(FlatArea)));
   }
   for (std::size_t r = 0; r < links.size(); ++r) {
     if (links[r] == nullptr) continue;
     const std::string who = "rank " + std::to_string(r);
-    while ((areas[r] = links[r]->remote_memory()->map(region, sizeof(FlatArea))) == nullptr) {
+    while ((areas[r] = engine.map(*links[r], region, sizeof(FlatArea))) == nullptr) {
       if (const Viability v = engine.viability_of(*links[r]); !v.viable) {
         return Status::error(StatusCode::kPeerLost, who + " was lost: " + v.reason,
                              static_cast<Rank>(r));
@@ -95,10 +96,10 @@ Status share_flat_areas(Engine& engine, Group& group,
         return Status::error(StatusCode::kTimeout, who + " did not set up shared memory in time",
                              static_cast<Rank>(r));
       }
+      PYCOMM_RETURN_IF_ERROR(meeting.check_now_and_then());
       platform::sleep_ns(50'000);
     }
-    group.context.shared.bases[r] =
-        links[r]->remote_memory()->map(kArenaRegion, group.context.shared.bytes);
+    group.context.shared.bases[r] = engine.map(*links[r], kArenaRegion, group.context.shared.bytes);
     if (group.context.shared.bases[r] == nullptr) {
       return Status::error(StatusCode::kInternal, who + " exposes no arena");
     }
@@ -149,16 +150,31 @@ Status confirm(Communicator& communicator, const std::vector<Hello>& hellos) {
   return Status();
 }
 
+// Threads that create groups at the same time connect one after the other; what the second one's
+// peers send meanwhile is stashed.
+Result<std::vector<std::shared_ptr<transport::CoreLink>>> connect_in_turn(
+    Engine& engine, Meeting& meeting, const std::vector<Hello>& hellos, Rank rank,
+    const Options& options, TimeNs deadline) {
+  std::unique_lock creation(engine.creation_mutex(), std::defer_lock);
+  while (!creation.try_lock()) {
+    PYCOMM_RETURN_IF_ERROR(meeting.check_now_and_then());
+    if (real_clock().now_ns() > deadline) {
+      return Status::error(StatusCode::kTimeout, "another thread is still creating a group");
+    }
+    platform::sleep_ns(200'000);
+  }
+  return connect_all(engine, meeting, hellos, rank, options, deadline);
+}
+
 Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>& engine,
                                                   Meeting& meeting, Rank rank, int world_size,
                                                   const Options& options) {
   const TimeNs deadline = base::deadline_after(real_clock().now_ns(), options.timeout_ms);
-  std::lock_guard creation(engine->creation_mutex());
   auto hellos = meeting.exchange(make_hello(*engine, world_size, options), deadline);
   if (!hellos.is_ok()) return hellos.status();
   PYCOMM_RETURN_IF_ERROR(compare(hellos.value()));
   PYCOMM_RETURN_IF_ERROR(check_choice(hellos.value(), rank, options));
-  auto links = connect_all(*engine, meeting, hellos.value(), rank, options, deadline);
+  auto links = connect_in_turn(*engine, meeting, hellos.value(), rank, options, deadline);
   if (!links.is_ok()) return links.status();
 
   auto group = std::make_shared<Group>();
@@ -188,7 +204,7 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
     return Status::error(StatusCode::kInternal, "the store handed out one group's number twice");
   }
   if (all_share) {
-    if (Status status = share_flat_areas(*engine, *group, links.value(), deadline);
+    if (Status status = share_flat_areas(*engine, meeting, *group, links.value(), deadline);
         !status.is_ok()) {
       engine->discard_group(*group, status);
       return status;
@@ -200,6 +216,7 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
   const auto links_by_rank = links.value();
   auto communicator = std::make_unique<CommunicatorImpl>(engine, group, std::move(links).value());
   log_paths(context, links_by_rank);
+  communicator->set_interrupt_check(options.is_interrupted);
   if (Status status = confirm(*communicator, hellos.value()); !status.is_ok()) {
     communicator->keep_user();
     return status;
@@ -216,7 +233,12 @@ Result<std::unique_ptr<Communicator>> Communicator::create(Store& store, Rank ra
     return Status::error(StatusCode::kInvalidUsage,
                          "rank " + std::to_string(rank) + " of " + std::to_string(world_size));
   }
-  communicator::Meeting meeting(store, options.group_name, rank);
+  communicator::Meeting meeting(store, options, rank);
+  if (!options.complaint.empty()) {
+    const Status status = Status::error(StatusCode::kInvalidUsage, options.complaint);
+    meeting.give_up(status);
+    return status;
+  }
   auto engine = communicator::Engine::acquire(options);
   if (!engine.is_ok()) {
     meeting.give_up(engine.status());

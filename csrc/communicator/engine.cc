@@ -19,6 +19,8 @@ using platform::real_clock;
 using transport::CoreLink;
 
 constexpr TimeNs kGoodbyeNs = 500'000'000;
+constexpr std::size_t kStashedMax = 64;
+constexpr std::size_t kEarlyNoticesMax = 256;
 
 struct Registry {
   std::mutex mutex;
@@ -90,8 +92,8 @@ Status Engine::start(const Options& options) {
   auto local = platform::listen_local(local_name_);
   if (!local.is_ok()) return local.status();
   local_listener_ = std::move(local).value();
-  if (options.transport == TransportChoice::kTcp || options.shm_disabled) {
-    shm_refusal_ = options.shm_disabled ? "PYCOMM_SHM_DISABLE=1" : "PYCOMM_TRANSPORT=tcp";
+  if (options.shm_disabled) {
+    shm_refusal_ = "PYCOMM_SHM_DISABLE=1";
   } else if (auto host = transport::shm::Host::create(options.shm_bytes_max); host.is_ok()) {
     host_ = std::move(host).value();
     PYCOMM_RETURN_IF_ERROR(poller_.add(host_->doorbell().fd(), kDoorbellToken));
@@ -127,6 +129,7 @@ void Engine::stop() {
   }
   {
     std::lock_guard lock(mutex_);
+    for (const Member& member : members) tell_cause(*member.group);
     for (auto& [id, peer] : links_) peer.link->close();
     const TimeNs deadline = real_clock().now_ns() + kGoodbyeNs;
     // Until everything has left, and, over TCP, until the peer has taken it and closed.
@@ -171,6 +174,7 @@ void Engine::stop() {
   forget_no_more(tcp_listener_.fd.get());
   for (auto& [id, peer] : links_) forget_no_more(peer.link->fd());
   links_.clear();
+  stashed_.clear();
 }
 
 Engine::~Engine() { PYCOMM_CHECK(is_stopped_ || !progress_thread_.joinable()); }
@@ -216,6 +220,9 @@ void Engine::add_group(const std::shared_ptr<Group>& group,
     peer.told_lost = false;
     peer.told_departed = false;
   }
+  std::erase_if(early_notices_, [&](const auto& early) {
+    return early.second.group == group->context.group && take_notice(early.first, early.second);
+  });
 }
 
 void Engine::remove_group(const std::shared_ptr<Group>& group) {
@@ -223,6 +230,7 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
               Group::Tell::kNobody);
   group->own();
   std::lock_guard lock(mutex_);
+  tell_cause(*group);
   leave(group->context, {group->context.group, StatusCode::kOk, group->context.rank});
   std::erase_if(members_, [&](const Member& member) { return member.group == group; });
   bury(*group);
@@ -303,39 +311,84 @@ void Engine::take_notices(const std::string& process_id, CoreLink& link) {
     }
   }
   for (const transport::GroupNotice& notice : link.take_notices()) {
-    for (Member& member : members_) {
-      if (member.group->context.group != notice.group) continue;
-      const auto& ids = member.process_ids;
-      const auto from = std::find(ids.begin(), ids.end(), process_id) - ids.begin();
-      if (from == static_cast<std::ptrdiff_t>(ids.size())) continue;  // no member says so
-      if (notice.code == StatusCode::kOk) {
-        member.group->note_peer_departed(static_cast<Rank>(from));
-        continue;
-      }
-      const std::string who = "rank " + std::to_string(notice.rank);
-      const std::string what = notice.rank == kNoRank ? std::string(to_string(notice.code))
-                               : notice.code == StatusCode::kPeerLost ? who + " was lost"
-                               : notice.code == StatusCode::kTimeout
-                                   ? "it gave up waiting for " + who
-                                   : to_string(notice.code) + (" at " + who);
-      member.group->mark_failed(
-          Status::error(notice.code, what + " (rank " + std::to_string(from) + " says)",
-                        notice.rank),
-          Group::Tell::kNobody);
-    }
+    if (take_notice(process_id, notice)) continue;
+    // Perhaps of a group that is about to be made here.
+    early_notices_.emplace_back(process_id, notice);
+    if (early_notices_.size() > kEarlyNoticesMax) early_notices_.pop_front();
   }
+}
+
+bool Engine::take_notice(const std::string& process_id, const transport::GroupNotice& notice) {
+  for (Member& member : members_) {
+    if (member.group->context.group != notice.group) continue;
+    const auto& ids = member.process_ids;
+    const auto from = std::find(ids.begin(), ids.end(), process_id) - ids.begin();
+    if (from == static_cast<std::ptrdiff_t>(ids.size())) continue;  // no member says so
+    if (notice.code == StatusCode::kOk) {
+      member.group->note_peer_departed(static_cast<Rank>(from));
+      return true;
+    }
+    const std::string who = "rank " + std::to_string(notice.rank);
+    const std::string what = notice.rank == kNoRank ? std::string(to_string(notice.code))
+                             : notice.code == StatusCode::kPeerLost ? who + " was lost"
+                             : notice.code == StatusCode::kTimeout
+                                 ? "it gave up waiting for " + who
+                                 : to_string(notice.code) + (" at " + who);
+    member.group->mark_failed(
+        Status::error(notice.code, what + " (rank " + std::to_string(from) + " says)", notice.rank),
+        Group::Tell::kNobody);
+    return true;
+  }
+  return false;
+}
+
+Status Engine::expose(CoreLink& link, std::uint64_t region, std::byte* data, std::uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  return link.remote_memory()->expose(region, data, bytes, RegionKind::kHost);
+}
+
+std::byte* Engine::map(CoreLink& link, std::uint64_t region, std::uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  return link.remote_memory()->map(region, bytes);
+}
+
+void Engine::stash(Stashed early) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(stashed_, [&](const Stashed& s) { return s.process_id == early.process_id; });
+  stashed_.push_back(std::move(early));
+  if (stashed_.size() > kStashedMax) stashed_.pop_front();
+}
+
+std::optional<Stashed> Engine::take_stashed(const std::string& process_id) {
+  std::lock_guard lock(mutex_);
+  for (auto it = stashed_.begin(); it != stashed_.end(); ++it) {
+    if (it->process_id != process_id) continue;
+    Stashed early = std::move(*it);
+    stashed_.erase(it);
+    return early;
+  }
+  return std::nullopt;
 }
 
 void Engine::tell_failures() {
   for (Member& member : members_) {
-    if (!member.group->take_untold_failure()) continue;
-    const Status failure = member.group->failure();
-    for (const std::string& id : member.process_ids) {
-      const auto it = links_.find(id);
-      if (it == links_.end()) continue;
-      it->second.link->send_notice({member.group->context.group, failure.code(), failure.rank()});
-    }
+    if (member.group->take_untold_failure()) send_failure(*member.group);
   }
+}
+
+void Engine::send_failure(const Group& group) {
+  const Status failure = group.failure();
+  for (Link* link : group.context.links) {
+    if (link == nullptr) continue;
+    static_cast<CoreLink*>(link)->send_notice(
+        {group.context.group, failure.code(), failure.rank()});
+  }
+}
+
+// A rank that leaves because of another's failure says so: or the next one takes it for the cause.
+void Engine::tell_cause(const Group& group) {
+  const Status failure = group.failure();
+  if (!failure.is_ok() && failure.code() != StatusCode::kAborted) send_failure(group);
 }
 
 Result<std::string> Engine::write_flight(const Group& about, const std::string& folder) {

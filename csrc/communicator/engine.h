@@ -8,9 +8,11 @@
 #pragma once
 
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "communicator/addresses.h"
@@ -31,6 +33,13 @@ inline constexpr std::uint64_t kArenaRegion = (std::uint64_t{1} << 63) + 1;
 inline constexpr std::uint64_t kDoorbellToken = 1;
 inline constexpr std::uint64_t kKickToken = 2;
 inline constexpr std::uint64_t kFirstLinkToken = 16;
+
+// A connection that proved whose it is before anyone here waited for it.
+struct Stashed {
+  std::string process_id;
+  platform::UniqueFd fd;
+  bool is_local = false;  // of a local socket, else TCP
+};
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -57,6 +66,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // --- links, by the peer's process id
   std::shared_ptr<transport::CoreLink> find_link(const std::string& process_id);
   Status add_link(const std::string& process_id, std::shared_ptr<transport::CoreLink> link);
+
+  // What a peer exposed, and exposing to it.
+  Status expose(transport::CoreLink& link, std::uint64_t region, std::byte* data,
+                std::uint64_t bytes);
+  std::byte* map(transport::CoreLink& link, std::uint64_t region, std::uint64_t bytes);
+  // Connections of members of groups that are created later here than there.
+  void stash(Stashed early);
+  std::optional<Stashed> take_stashed(const std::string& process_id);
 
   // --- groups
   void add_group(const std::shared_ptr<Group>& group,
@@ -115,7 +132,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool progress();  // needs mutex_
   void watch_links();
   void take_notices(const std::string& process_id, transport::CoreLink& link);
+  bool take_notice(const std::string& process_id, const transport::GroupNotice& notice);
   void tell_failures();
+  void send_failure(const Group& group);
+  void tell_cause(const Group& group);
   Result<std::string> write_flight(const Group& about, const std::string& folder);  // needs mutex_
   void dump_timeouts();
   void leave(collectives::GroupContext& context, const transport::GroupNotice& notice);
@@ -149,6 +169,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::map<std::string, PeerLink> links_;
   std::vector<Member> members_;
   std::vector<Grave> graves_;
+  std::deque<Stashed> stashed_;
+  std::deque<std::pair<std::string, transport::GroupNotice>> early_notices_;  // by process id
   std::uint64_t next_token_ = kFirstLinkToken;
   std::vector<platform::Poller::Event> events_;
 

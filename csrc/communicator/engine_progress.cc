@@ -59,7 +59,12 @@ bool Engine::progress() {
 }
 
 void Engine::submit(Group& group, std::shared_ptr<QueuedOperation> operation, bool caller_waits) {
-  group.own();
+  OpRequest& request = operation->request();
+  if (request.timeout_ms < 0) request.timeout_ms = group.timeout_ms.load();
+  if (const Status status = group.own_within(request.timeout_ms); !status.is_ok()) {
+    operation->complete(group.explain(status, request, group.last_op_number() + 1));
+    return;
+  }
   {
     std::lock_guard lock(mutex_);
     if (group.has_failed()) {

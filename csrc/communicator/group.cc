@@ -198,7 +198,7 @@ void Group::note_whereabouts(Rank peer, const transport::Whereabouts& theirs) {
 void Group::compare_whereabouts() {
   for (auto it = whereabouts_.begin(); it != whereabouts_.end();) {
     const auto [peer, op] = it->first;
-    if (op > last_op_number()) {
+    if (op + 1 > last_op_number() + 1) {  // the last one is UINT64_MAX before the first
       ++it;
       continue;
     }
@@ -228,6 +228,40 @@ void Group::own() {
       platform::yield_thread();
     }
   }
+}
+
+Status Group::own_within(std::int64_t timeout_ms) {
+  constexpr int kSpins = 1'000, kYields = 100;
+  constexpr std::int64_t kPauseNs = 100'000;
+  constexpr base::TimeNs kLookNs = 50'000'000;
+  for (int spins = 0; spins < kSpins; ++spins) {
+    if (try_own()) return Status();
+    base::spin_pause();
+  }
+  const base::TimeNs start = platform::real_clock().now_ns();
+  const base::TimeNs deadline = base::deadline_after(start, timeout_ms);
+  base::TimeNs look_at = start + kLookNs;
+  for (int yields = 0; !try_own(); ++yields) {
+    const base::TimeNs now = platform::real_clock().now_ns();
+    if (now > deadline) {
+      return Status::error(StatusCode::kTimeout,
+                           "another thread was inside an operation of this group until the timeout "
+                           "of " +
+                               std::to_string(timeout_ms) + " ms");
+    }
+    if (now > look_at) {
+      look_at = now + kLookNs;
+      if (is_interrupted && is_interrupted()) {
+        return Status::error(StatusCode::kAborted, "interrupted while waiting");
+      }
+    }
+    if (yields < kYields) {
+      platform::yield_thread();
+    } else {
+      platform::sleep_ns(kPauseNs);
+    }
+  }
+  return Status();
 }
 
 void Group::mark_failed(const Status& status, Tell tell) {

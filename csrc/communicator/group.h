@@ -73,6 +73,9 @@ class Group final : public collectives::Waker {
 
   bool try_own() { return !owned_.exchange(true, std::memory_order_acquire); }
   void own();
+  // For callers whose operation has a timeout: another thread may be inside a small operation for
+  // as long as a peer is slow. Errors: kTimeout, kAborted (a signal).
+  Status own_within(std::int64_t timeout_ms);
   void release() { owned_.store(false, std::memory_order_release); }
 
   // --- holder only

@@ -158,6 +158,9 @@ const std::vector<Known>& known_settings() {
        flag(&Options::allow_public_plaintext)},
       {"PYCOMM_FLIGHT_RECORDER", "",
        "folder for each rank's last operations after a timeout, or off", take_flight_recorder},
+      {"PYCOMM_RENDEZVOUS", "",
+       "where pycomm.Communicator's ranks meet: tcp://HOST:PORT, file:///FOLDER",
+       [](const std::string&, Options&) { return std::string(); }},
       {"PYCOMM_CONFIG_FILE", "", "file of settings, NAME=VALUE a line",
        [](const std::string&, Options&) { return std::string(); }},
   };
@@ -273,6 +276,9 @@ Resolution resolve_options(const std::map<std::string, std::string>& arguments) 
       }
       setting.value = is_secret ? "(set)" : value;
       setting.source = source;
+      if (setting.name == "PYCOMM_SOCKET_IFNAME" && source.starts_with("environment, ")) {
+        result.options.interfaces_are_borrowed = true;
+      }
     }
     result.settings.push_back(std::move(setting));
   }
@@ -283,6 +289,7 @@ Resolution resolve_options(const std::map<std::string, std::string>& arguments) 
                               "?");
   }
   if (!result.complaint.empty()) result.complaint.pop_back();
+  result.options.complaint = result.complaint;
   static std::atomic<bool> told{false};
   if (!result.warnings.empty() && !told.exchange(true)) {
     for (const std::string& warning : result.warnings) {

@@ -75,7 +75,9 @@ bool PointToPoint::advance(base::TimeNs now, std::vector<Ended>* ended) {
       transfer.status = Status::error(StatusCode::kPeerLost, "it left the group");
     }
     Status status;
-    if (transfer.state == TransferState::kFailed) {
+    if (!is_known && has_nobody_left()) {
+      status = Status::error(StatusCode::kPeerLost, "every other rank has left the group");
+    } else if (transfer.state == TransferState::kFailed) {
       status = explain(pending);
     } else if (transfer.state != TransferState::kDone) {
       if (now < pending.deadline) {
@@ -90,6 +92,13 @@ bool PointToPoint::advance(base::TimeNs now, std::vector<Ended>* ended) {
     moved = true;
   }
   return moved;
+}
+
+bool PointToPoint::has_nobody_left() const {
+  for (Rank p = 0; p < context_.world_size; ++p) {
+    if (p != context_.rank && !context_.has_departed(p)) return false;
+  }
+  return true;
 }
 
 std::vector<Rank> PointToPoint::possible_peers(Rank peer) const {

@@ -3,7 +3,8 @@
 // message with its tag that some rank has offered.
 //
 // Names. Both sides count the messages of a pair and tag; the k-th travels as operation
-// kPointToPointOp + k, step tag. Collectives count operations from 0, so names never meet.
+// kPointToPointOp + k, step tag. Collectives count operations from 0, so names never meet. A count
+// is kept for every (peer, tag) ever used: use few tags, not a fresh one a step.
 //
 // Thread: whoever holds the engine's mutex.
 #pragma once
@@ -56,6 +57,7 @@ class PointToPoint {
   bool offer(Pending& pending);
   Rank find_offer(std::uint32_t tag);
   std::vector<Rank> possible_peers(Rank peer) const;
+  bool has_nobody_left() const;
   Status explain(const Pending& pending) const;
 
   collectives::GroupContext& context_;

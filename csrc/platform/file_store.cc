@@ -48,11 +48,10 @@ class FileStore final : public Store {
   }
 
  private:
-  std::string path_of(std::string key) const {
-    for (char& c : key) {
-      if (c == '/') c = '_';
-    }
-    return folder_ + "/" + key;
+  std::string path_of(const std::string& key) const {
+    std::string name;
+    for (const char c : key) name += c == '/' ? "%2F" : c == '%' ? "%25" : std::string(1, c);
+    return folder_ + "/" + name;
   }
 
   const std::string folder_;

@@ -156,6 +156,8 @@ Result<std::string> receive_with_fds(int fd, std::size_t num_fds, std::vector<Un
   }
 }
 
+Status await_readable(int fd, base::TimeNs deadline) { return wait_ready(fd, POLLIN, deadline); }
+
 Result<TcpListener> listen_tcp(const std::string& address, std::uint16_t first_port,
                                std::uint16_t last_port) {
   sockaddr_in local{};

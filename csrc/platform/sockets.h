@@ -33,6 +33,9 @@ Status send_with_fds(int fd, const std::string& message, const std::vector<int>&
 Result<std::string> receive_with_fds(int fd, std::size_t num_fds, std::vector<UniqueFd>* fds,
                                      base::TimeNs deadline);
 
+// Until there is something to read, or an end. Errors: kTimeout.
+Status await_readable(int fd, base::TimeNs deadline);
+
 struct TcpListener {
   UniqueFd fd;
   std::uint16_t port = 0;

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -331,3 +332,159 @@ def test_it_works_where_torch_is_absent(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0 and ran.stdout.count("done") == 3, ran.stdout + ran.stderr
+
+
+def test_a_wait_that_ends_early_neither_succeeds_nor_finishes(tmp_path: Path) -> None:
+    def body(comm: pycomm.Communicator) -> str:
+        strided = np.ones((100, 100))[:, ::2]
+        comm.barrier()
+        if comm.rank == 0:
+            work = comm.all_reduce(strided, async_op=True)
+            for timeout in (0, 0.0005, 0.05):
+                with pytest.raises(errors.OperationTimeoutError):
+                    work.wait(timeout)
+            comm.send(np.ones(1), 1)
+        else:
+            comm.recv(np.ones(1), 0)
+            work = comm.all_reduce(strided, async_op=True)
+        work.wait()
+        assert (strided == 2).all()
+        return "ok"
+
+    assert run_ranks(body, 2, tmp_path) == ["ok"] * 2
+
+
+def test_what_means_nothing_elsewhere_is_refused() -> None:
+    with pycomm.Communicator(0, 1) as comm:
+        for array, words in (
+            (np.array([{}, []], dtype=object), "Python objects"),
+            (np.zeros(3, dtype="V0"), "no size"),
+        ):
+            with pytest.raises(TypeError, match=words):
+                comm.broadcast(array)
+        with pytest.raises(ValueError, match="group of one"):
+            comm.recv(np.ones(1))
+        with pytest.raises(ValueError, match="to itself"):
+            comm.all_to_all(np.ones(5), send_counts=[5], recv_counts=[1], out=np.ones(1))
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_groups_of_one_name_one_after_the_other_and_of_two_at_once(
+    scheme: str, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/again" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+
+    def body(comm: pycomm.Communicator) -> str:
+        for _ in range(3):
+            with pycomm.Communicator(comm.rank, comm.size, rendezvous=url, timeout=20) as again:
+                assert again.all_reduce(np.ones(1))[0] == comm.size
+        with (
+            pycomm.Communicator(comm.rank, comm.size, rendezvous=url, name="a", timeout=20) as a,
+            pycomm.Communicator(comm.rank, comm.size, rendezvous=url, name="b", timeout=20) as b,
+        ):
+            assert a.all_reduce(np.ones(1))[0] == b.all_reduce(np.ones(1))[0]
+        return "ok"
+
+    assert run_ranks(body, 3, tmp_path) == ["ok"] * 3
+
+
+def test_threads_may_create_groups_in_any_order(tmp_path: Path) -> None:
+    def body(comm: pycomm.Communicator) -> str:
+        failures: list[str] = []
+
+        def create(name: str) -> None:
+            try:
+                url = f"file://{tmp_path}/threads"
+                with pycomm.Communicator(
+                    comm.rank, comm.size, rendezvous=url, name=name, timeout=20
+                ) as group:
+                    group.all_reduce(np.ones(5000))
+            except Exception as error:
+                failures.append(str(error))
+
+        names = ["x", "y", "z"] if comm.rank == 0 else ["z", "y", "x"]
+        threads = []
+        for name in names:
+            threads.append(threading.Thread(target=create, args=(name,)))
+            threads[-1].start()
+            time.sleep(0.05)
+        while any(thread.is_alive() for thread in threads):
+            comm.dump_flight_records(str(tmp_path / f"dumps{comm.rank}"))
+        for thread in threads:
+            thread.join()
+        return "; ".join(failures) or "ok"
+
+    assert run_ranks(body, 3, tmp_path) == ["ok"] * 3
+
+
+def test_rank_0_that_dies_while_others_meet_it_ends_their_wait(tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+
+    def body(comm: pycomm.Communicator) -> float:
+        if comm.rank == 0:
+            from pycomm.rendezvous import TcpStore
+
+            store = TcpStore("127.0.0.1", int(url.rsplit(":", 1)[1]), serves=True, timeout_s=5)
+            comm.recv(np.ones(1))
+            time.sleep(0.5)  # by now they have asked it for rank 0's hello
+            store.close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        pending = comm.send(np.ones(1), 0, async_op=True) if comm.rank == 1 else None
+        with pytest.raises((errors.SystemFailureError, errors.OperationTimeoutError), match="rank"):
+            pycomm.Communicator(comm.rank, 3, rendezvous=url, timeout=30)
+        assert pending is None or pending.is_done()
+        return time.monotonic() - start
+
+    results = run_ranks(body, 3, tmp_path)
+    assert all(isinstance(results[r], float) and results[r] < 8 for r in (1, 2)), results
+
+
+def test_a_setting_that_does_not_parse_on_one_rank_ends_it_for_all(tmp_path: Path) -> None:
+    def body(comm: pycomm.Communicator) -> str:
+        settings = {"CHUNK_BYTES": "many"} if comm.rank == 1 else {}
+        start = time.monotonic()
+        try:
+            pycomm.Communicator(
+                comm.rank, 2, rendezvous=f"file://{tmp_path}/odd", timeout=20, settings=settings
+            )
+        except errors.Error as error:
+            assert time.monotonic() - start < 5
+            return str(error)
+        return "came together"
+
+    texts = run_ranks(body, 2, tmp_path)
+    assert all("PYCOMM_CHUNK_BYTES 'many'" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_is_interrupted_while_ranks_meet_ends_with_all_its_ranks(
+    how: signal.Signals, tmp_path: Path
+) -> None:
+    path = tmp_path / "lonely.py"
+    path.write_text(
+        "import os, pycomm, pathlib\n"
+        f"place = pathlib.Path({str(tmp_path)!r}, 'pid' + os.environ['RANK'])\n"
+        "place.write_text(str(os.getpid()))\n"
+        "if os.environ['RANK'] == '1': import time; time.sleep(60)\n"
+        "pycomm.Communicator(timeout=60)\n"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-m", "pycomm", "run", "--np", "2", "--", sys.executable, str(path)],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    pids = [tmp_path / f"pid{rank}" for rank in range(2)]
+    while not all(pid.exists() and pid.read_text() for pid in pids):
+        time.sleep(0.02)
+    time.sleep(0.7)
+    start = time.monotonic()
+    if how == signal.SIGINT:
+        os.killpg(job.pid, how)  # as a terminal does
+    else:
+        os.kill(job.pid, how)
+    job.wait(30)
+    assert time.monotonic() - start < 8
+    assert job.returncode == 128 + how
+    for pid in pids:
+        assert not Path(f"/proc/{pid.read_text()}").exists()

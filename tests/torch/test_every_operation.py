@@ -382,3 +382,35 @@ def test_deterministic_bits_do_not_depend_on_buckets(transport: str) -> None:
         assert digests == first
     for start in range(0, len(first), 5):
         assert len(set(first[start : start + 5])) == 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("count", [3, 50_000])
+def test_lists_that_share_tensors_are_as_right_as_others(count: int, transport: str) -> None:
+    def body(rank: int, world: int) -> None:
+        parts = [value(10 * rank + r, (count,), torch.float32) for r in range(world)]
+        want = [value(10 * r + rank, (count,), torch.float32) for r in range(world)]
+        dist.all_to_all(parts, parts)  # in place, which nobody promises
+        assert all(torch.equal(got, x) for got, x in zip(parts, want, strict=True))
+        for k in range(world):
+            ins = [value(10 * rank + r, (count,), torch.float32) for r in range(world)]
+            dist.reduce_scatter(ins[k], ins)
+            total = sum(value(10 * r + rank, (count,), torch.float32) for r in range(world))
+            assert torch.equal(ins[k], total), k
+            outs = [torch.full((count,), float(rank)) for _ in range(world)]
+            dist.all_gather(outs, outs[k])
+            assert all((outs[r] == r).all() for r in range(world)), k
+
+    run_ranks(body, 3, env={"PYCOMM_TRANSPORT": transport}).expect_all_ok()
+
+
+def test_splits_that_differ_for_a_rank_itself_are_refused() -> None:
+    def body(rank: int, world: int) -> None:
+        with pytest.raises(RuntimeError, match="to itself"):
+            dist.all_to_all_single(
+                torch.zeros(4 + rank), torch.zeros(8), [1, 3 + rank], [5, 3]
+            ) if rank == 0 else dist.all_to_all_single(
+                torch.zeros(4), torch.zeros(8), [3, 1], [3, 5]
+            )
+
+    run_ranks(body, 2, env={"PYCOMM_TRANSPORT": "tcp"}).expect_all_ok()

@@ -336,3 +336,118 @@ def test_a_process_may_end_with_operations_pending(transport: str) -> None:
     outcome = run_ranks(body, 2, env={"PYCOMM_TRANSPORT": transport}, destroy=False)
     outcome.expect_all_ok()
     assert not list(Path("/dev/shm").glob("pycomm*"))
+
+
+def test_an_exception_inside_the_coalescing_manager_leaves_nothing_behind() -> None:
+    def body(rank: int, world: int) -> None:
+        group = dist.group.WORLD
+        device = torch.device("cpu")
+        for _ in range(2):
+            with pytest.raises(KeyError), dist._coalescing_manager(group, device, async_ops=True):
+                raise KeyError("in between")
+            strided = torch.full((3, 4), 5.0 + rank).t()
+            dist.broadcast(strided, 0)
+            assert (strided == 5).all()
+            with dist._coalescing_manager(group, device, async_ops=True) as manager:
+                dist.broadcast(strided.fill_(7.0 + rank), 1)
+            manager.wait()
+            assert (strided == 8).all()
+            dist.distributed_c10d._world.pg_coalesce_state.clear()
+
+    run_ranks(body, 2).expect_all_ok()
+
+
+def test_threads_on_one_group_keep_their_timeouts() -> None:
+    def body(rank: int, world: int) -> None:
+        group = dist.new_group(timeout=timedelta(seconds=20))
+        dist.barrier()
+        if rank == 1:
+            time.sleep(3)
+            dist.barrier(group=group)
+            return
+        first = threading.Thread(target=lambda: dist.barrier(group=group))
+        first.start()
+        time.sleep(0.2)
+        used = time.process_time()
+        start = time.monotonic()
+        backend = group._get_backend(torch.device("cpu"))
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=1)
+        with pytest.raises(dist.DistBackendError, match="another thread"):
+            backend.allreduce([torch.ones(2)], options).wait()
+        assert 0.9 < time.monotonic() - start < 2
+        assert time.process_time() - used < 0.8
+        first.join()
+
+    run_ranks(body, 2).expect_all_ok()
+
+
+def test_the_last_reference_may_go_while_a_callback_runs() -> None:
+    def body(rank: int, world: int) -> None:
+        import torch._C._distributed_c10d as c10d
+
+        from pycomm._loader import torch_module
+
+        store = c10d.PrefixStore("own", dist.distributed_c10d._get_default_store())
+        dist.destroy_process_group()
+        group = torch_module().create_process_group(
+            store, rank, world, timedelta(seconds=20), "own", [0, 1]
+        )
+        future = group.allreduce([torch.ones(20_000)]).get_future()
+        done = future.then(lambda f: time.sleep(0.5))
+        del group
+        done.wait()
+
+    run_ranks(body, 2, destroy=False, timeout_s=30).expect_all_ok()
+
+
+def test_a_receive_from_anyone_ends_when_all_have_left() -> None:
+    def body(rank: int, world: int) -> None:
+        if rank == 0:
+            start = time.monotonic()
+            with pytest.raises(dist.DistBackendError, match="every other rank has left"):
+                dist.recv(torch.ones(2))
+            assert time.monotonic() - start < 3
+
+    run_ranks(body, 3).expect_all_ok()
+
+
+def test_memory_of_a_failed_operation_is_not_reused_while_a_stopped_peer_may_write(
+    tmp_path: Path,
+) -> None:
+    count = 8_000_000
+
+    def body(rank: int, world: int) -> int:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+
+        def shared(number: float) -> torch.Tensor:
+            x = backend.allocate_tensor(count, dtype=torch.float32, device=torch.device("cpu"))
+            return x.fill_(number)
+
+        for _ in range(2000):
+            x = shared(1)
+            (tmp_path / f"inside{rank}").touch()
+            try:
+                dist.all_reduce(x)
+            except dist.DistBackendError:
+                del x
+                fresh = [shared(5) for _ in range(3)]
+                (tmp_path / "go on").touch()
+                time.sleep(1.0)
+                return sum(int((f != 5).sum()) for f in fresh)
+        return -1
+
+    def wait_for(name: str) -> None:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / name).exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def stop(pids: list[int]) -> None:
+        wait_for("inside1")
+        time.sleep(0.2137)
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_for("go on")
+        os.kill(pids[1], signal.SIGCONT)
+
+    outcome = run_ranks(body, 2, group_timeout_s=1, meanwhile=stop)
+    assert outcome.results.get(0) == 0, outcome

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -29,16 +30,21 @@ struct Options {
   std::uint64_t shm_bytes_max = UINT64_MAX;  // shared memory of this process
   std::string secret;                        // per-job secret; empty: one host only
   std::string interfaces;                    // PYCOMM_SOCKET_IFNAME
+  bool interfaces_are_borrowed = false;      // from a variable of gloo or NCCL: a wish, no order
   std::string bind_address;                  // of listeners; empty: chosen
   std::string advertise_address;             // what peers are told; empty: what is bound
   PortRange ports;
   bool allow_public_plaintext = false;  // plain TCP between public addresses
   std::string flight_recorder_folder;   // where a failure dumps to; empty: nowhere
 
+  std::string complaint;  // what did not parse; a group with one is not made
+
   // Not from the environment.
   std::string group_name = "default";
   std::string framework = "none";  // for example "torch 2.13.0"; agreed by the group
   std::vector<int> global_ranks;   // of the group's ranks in the job; empty: the same
+
+  std::function<bool()> is_interrupted;  // asked now and then while ranks wait for each other
 
   std::string plan_fingerprint() const;
 };
