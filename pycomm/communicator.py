@@ -76,13 +76,8 @@ class Communicator:
         times = _names_met.get((place.url, name), 0) + 1
         _names_met[place.url, name] = times
         store = open_store(place, timeout or 1800.0)
-        try:
-            unique = name if times == 1 else f"{name}#{times}"
-            self._join(place, store, unique, values, list(range(place.size)))
-        except BaseException:
-            getattr(store, "close", lambda: None)()
-            raise
-        self._owns_store = True
+        unique = name if times == 1 else f"{name}#{times}"
+        self._join(place, store, unique, values, list(range(place.size)))
 
     def _join(
         self, place: Place, store: Store, name: str, values: dict[str, str], job_ranks: list[int]
@@ -90,7 +85,6 @@ class Communicator:
         self.rank, self.size, self.name = place.rank, place.size, name
         self._store, self._values, self._job_ranks = store, values, job_ranks
         self._num_splits = 0
-        self._owns_store = False
         self._group = _core.Group(store, place.rank, place.size, name, values, job_ranks)
 
     # ------------------------------------------------------------ reductions
@@ -229,8 +223,6 @@ class Communicator:
     def close(self) -> None:
         """Leaves the group. Ranks that still need this one get an error; others go on."""
         self._group.close()
-        if self._owns_store:
-            getattr(self._store, "close", lambda: None)()
 
     def __enter__(self) -> Communicator:
         return self

@@ -117,13 +117,13 @@ class _Server(ThreadingHTTPServer):
 class TcpStore:
     """Keys and values over HTTP; rank 0 serves them."""
 
-    # Groups of this process that meet at one address share its server: (server, users).
-    _servers: ClassVar[dict[tuple[str, int], tuple[_Server, int]]] = {}
+    # By address: groups of this process that meet at one share its server, which lives as long as
+    # the process, since a rank that is late may still have to ask.
+    _servers: ClassVar[dict[tuple[str, int], _Server]] = {}
     _servers_lock = threading.Lock()
 
     def __init__(self, host: str, port: int, *, serves: bool, timeout_s: float) -> None:
         self._host, self._port, self._timeout_s = host, port, timeout_s
-        self._serves = serves
         self._has_met = self._is_gone = False
         self._local = threading.local()
         if serves:
@@ -132,34 +132,19 @@ class TcpStore:
     def _serve(self) -> None:
         key = (self._host, self._port)
         with self._servers_lock:
-            server, users = self._servers.get(key, (None, 0))
-            if server is None:
-                handler = type("Handler", (_Handler,), {"keys": _Keys()})
-                try:
-                    server = _Server(key, handler)
-                except OSError as error:
-                    raise OSError(
-                        error.errno,
-                        f"rank 0 cannot serve the rendezvous on {self._host}:{self._port}: "
-                        f"{error.strerror}; give an address of this host and a port that is free",
-                    ) from None
-                threading.Thread(target=server.serve_forever, daemon=True).start()
-            self._servers[key] = (server, users + 1)
-
-    def close(self) -> None:
-        """Stops serving, if no other group of this process meets there."""
-        if not self._serves:
-            return
-        self._serves = False
-        key = (self._host, self._port)
-        with self._servers_lock:
-            server, users = self._servers[key]
-            if users > 1:
-                self._servers[key] = (server, users - 1)
+            if key in self._servers:
                 return
-            del self._servers[key]
-        server.shutdown()
-        server.server_close()
+            handler = type("Handler", (_Handler,), {"keys": _Keys()})
+            try:
+                server = _Server(key, handler)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"rank 0 cannot serve the rendezvous on {self._host}:{self._port}: "
+                    f"{error.strerror}; give an address of this host and a port that is free",
+                ) from None
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            self._servers[key] = server
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         # Rank 0 may start late; once it was there and is no more, it does not come back.

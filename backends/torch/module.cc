@@ -10,27 +10,23 @@ using pycomm::torch_backend::ProcessGroup;
 
 namespace {
 
+// What the group's communicator says, asked without the GIL.
+template <class Ask>
+auto ask(ProcessGroup& group, Ask&& question) {
+  py::gil_scoped_release no_gil;
+  return question(*group.communicator());
+}
+
 py::list peer_stats(ProcessGroup& group) {
-  std::vector<pycomm::PeerStats> stats;
-  {
-    py::gil_scoped_release no_gil;
-    stats = group.communicator()->peer_stats();
-  }
-  return pycomm::python::peer_stats_rows(stats);
+  return pycomm::python::peer_stats_rows(ask(group, [](auto& c) { return c.peer_stats(); }));
 }
 
 py::list flight_records(ProcessGroup& group) {
-  std::vector<pycomm::FlightRecord> records;
-  {
-    py::gil_scoped_release no_gil;
-    records = group.communicator()->flight_records();
-  }
-  return pycomm::python::flight_record_rows(records);
+  return pycomm::python::flight_record_rows(ask(group, [](auto& c) { return c.flight_records(); }));
 }
 
 std::string dump_flight_records(ProcessGroup& group, const std::string& folder) {
-  py::gil_scoped_release no_gil;
-  const auto path = group.communicator()->dump_flight_records(folder);
+  const auto path = ask(group, [&](auto& c) { return c.dump_flight_records(folder); });
   if (!path.is_ok()) std::rethrow_exception(pycomm::torch_backend::to_exception(path.status()));
   return path.value();
 }

@@ -201,14 +201,13 @@ WorkPtr ProcessGroup::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) {
   std::vector<Staged> staged;
   Tensors all;
-  TORCH_CHECK(outputs.size() == static_cast<std::size_t>(getSize()),
-              "pycomm: all_gather needs a list of outputs for each rank");
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Tensors parts;
     for (const Tensors& of_rank : outputs) {
       check_equal_sizes(inputs, of_rank.size(), "all_gather");
       parts.push_back(of_rank[i]);
     }
+    check_rank_list(parts, "all_gather");
     check_alike(parts, inputs[i], "all_gather");
     Staged& one = staged.emplace_back(OpKind::kAllGather, "all_gather");
     one.part(inputs[i]);
@@ -316,10 +315,11 @@ void ProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
   gather.part(here);
   gather.input(here);
   gather.output(at::empty({getSize()}, at::kByte));
+  Staged barrier(OpKind::kBarrier, "monitored_barrier");
   try {
-    issue_one(title, std::move(gather), {}, {}, options.timeout, false)->wait();
-    issue_one(title, Staged(OpKind::kBarrier, "monitored_barrier"), {}, {}, options.timeout, false)
-        ->wait();
+    for (Staged* one : {&gather, &barrier}) {
+      issue_one(title, std::move(*one), {}, {}, options.timeout, false)->wait();
+    }
   } catch (const c10::DistBackendError& error) {
     if (getError() != c10d::ErrorType::TIMEOUT) throw;
     std::rethrow_exception(to_exception(

@@ -66,9 +66,9 @@ ProcessGroup::~ProcessGroup() {
 }
 
 std::shared_ptr<Communicator> ProcessGroup::communicator() {
-  std::lock_guard lock(communicator_mutex_);
-  TORCH_CHECK(communicator_, "pycomm: group '", options_->group_name, "' has been shut down");
-  return communicator_;
+  auto held = take_communicator(false);
+  TORCH_CHECK(held, "pycomm: group '", options_->group_name, "' has been shut down");
+  return held;
 }
 
 // What an operation's copies and timeouts need is decided here, once for all of them.

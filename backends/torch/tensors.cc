@@ -131,13 +131,13 @@ std::byte* Staged::target_of(const at::Tensor& tensor) {
 }
 
 void Staged::part_ways(int rank) {
-  if (!request.input_parts && !request.output_parts) return;  // the core looks at plain ones
+  // The core looks at plain ones.
+  if (inputs_.empty() || (!request.input_parts && !request.output_parts)) return;
   const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
     const auto* first = static_cast<const std::byte*>(data_of(a));
     const auto* second = static_cast<const std::byte*>(data_of(b));
     return first < second + b.nbytes() && second < first + a.nbytes();
   };
-  bool has_moved = false;
   for (std::size_t i = 0; i < inputs_.size(); ++i) {
     for (std::size_t o = 0; o < outputs_.size(); ++o) {
       // In place: what a rank gives itself.
@@ -145,12 +145,9 @@ void Staged::part_ways(int rank) {
                           (outputs_.size() == 1 || o == static_cast<std::size_t>(rank));
       const bool is_same = data_of(inputs_[i]) == data_of(outputs_[o]);
       if (!overlap(inputs_[i], outputs_[o]) || (is_own && is_same)) continue;
-      inputs_[i] = inputs_[i].clone();
-      kept_.push_back(inputs_[i]);
-      has_moved = true;
+      kept_.push_back(inputs_[i] = inputs_[i].clone());
     }
   }
-  if (!has_moved) return;
   if (!request.input_parts) {
     request.input = data_of(inputs_[0]);
     return;

@@ -258,7 +258,8 @@ def test_two_hundred_groups_come_and_go_and_sixty_four_live(transport: str) -> N
     outcome = run_ranks(body, 2, env={"PYCOMM_TRANSPORT": transport}, timeout_s=100)
     outcome.expect_all_ok()
     for left in outcome.results.values():
-        assert left["descriptors"] == 0 and left["threads"] == 0 and left["mib"] <= 8, left
+        # Completion threads come as they are needed, and stay.
+        assert left["descriptors"] == 0 and left["threads"] <= 2 and left["mib"] <= 8, left
 
 
 def test_threads_with_groups_of_their_own_and_messages_on_one() -> None:

@@ -54,7 +54,7 @@ def test_results_are_copied_under_the_issuers_modes() -> None:
     def body(rank: int, world: int) -> None:
         with torch.inference_mode():
             x = torch.full((4,), float(rank))
-            outs = [torch.empty(4) for _ in range(world)]
+            outs = [torch.empty(8)[::2] for _ in range(world)]  # what is strided is copied out
             work = dist.all_gather(outs, x, async_op=True)
             assert work is not None
             work.get_future().wait()
@@ -72,7 +72,7 @@ def test_results_are_copied_under_the_issuers_modes() -> None:
 def test_a_copy_that_fails_is_the_works_error_not_the_processes_end() -> None:
     def body(rank: int, world: int) -> str:
         with torch.inference_mode():
-            outs = [torch.empty(4) for _ in range(world)]
+            outs = [torch.empty(8)[::2] for _ in range(world)]  # what is strided is copied out
         work = dist.all_gather(outs, torch.ones(4), async_op=True)
         assert work is not None
         with pytest.raises(RuntimeError) as caught:
