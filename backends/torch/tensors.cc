@@ -131,7 +131,6 @@ std::byte* Staged::target_of(const at::Tensor& tensor) {
 }
 
 void Staged::part_ways(int rank) {
-  // The core looks at plain ones.
   if (inputs_.empty() || (!request.input_parts && !request.output_parts)) return;
   const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
     const auto* first = static_cast<const std::byte*>(data_of(a));

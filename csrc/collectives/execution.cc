@@ -390,8 +390,21 @@ void Execution::place_own_part() {
   }
 }
 
+// Whether peers read nothing of what this rank gives itself: then they need not wait for the copy.
+bool Execution::can_place_later() const {
+  switch (request_.kind) {
+    case OpKind::kGather:
+    case OpKind::kScatter:
+    case OpKind::kAllToAll:
+    case OpKind::kAllToAllUneven: return true;
+    case OpKind::kAllGather: return group_.shape.shares_memory;  // plan_direct_all_gather
+    default: return false;
+  }
+}
+
 void Execution::start_messages() {
-  place_own_part();
+  const bool places_later = can_place_later();
+  if (!places_later) place_own_part();
   PlanRequest plan;
   plan.kind = request_.kind;
   plan.rank = group_.rank;
@@ -404,6 +417,12 @@ void Execution::start_messages() {
   plan.splits = request_.splits.get();
   run_ = std::make_unique<ScheduleRun>(group_, request_, plan_over_messages(group_.shape, plan));
   stage_ = Stage::kMessages;
+  if (!places_later) return;
+  run_->advance();
+  for (Link* link : group_.links) {
+    if (link != nullptr) link->progress();  // what is announced leaves before the copy begins
+  }
+  place_own_part();
 }
 
 std::vector<Rank> Execution::waits_for() const {

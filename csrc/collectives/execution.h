@@ -91,6 +91,7 @@ class Execution {
   void announce();
   Status compare_splits() const;
   void place_own_part();
+  bool can_place_later() const;
   void start_messages();
   void finish(Status status);
   // A rank that has not arrived, or kNoRank; fails the operation if that one cannot any more.

@@ -127,6 +127,7 @@ bool Group::advance(base::TimeNs now) {
   const std::shared_ptr<QueuedOperation> done = std::move(queue_.front());
   queue_.pop_front();
   num_queued_.fetch_sub(1, std::memory_order_release);
+  if (!goes_on) mark_failed(told);  // before the caller learns of it, and leaves
   done->complete(told);
   if (!goes_on) fail(told);
   return true;
@@ -167,9 +168,10 @@ bool Group::advance_point_to_point(base::TimeNs now) {
   }
   bool moved = point_to_point.advance(now, &ended);
   for (const PointToPoint::Ended& end : ended) {
-    end.operation->complete(explain(end.status, end.operation->request(), 0), end.source);
-    // Who waits for the other half of a message that failed here waits in vain.
+    // Who waits for the other half of a message that failed here waits in vain. The failure stands
+    // before the caller learns of it: the caller may leave at once, and must leave its cause behind.
     if (!end.status.is_ok()) mark_failed(end.status);
+    end.operation->complete(explain(end.status, end.operation->request(), 0), end.source);
     moved = true;
   }
   return moved;
