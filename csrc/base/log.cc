@@ -1,10 +1,12 @@
 #include "base/log.h"
 
-#include <atomic>
 #include <cstdio>
 #include <mutex>
 
 namespace pycomm::base {
+
+std::atomic<int> log_level{static_cast<int>(LogLevel::kWarn)};
+
 namespace {
 
 struct Named {
@@ -16,7 +18,6 @@ constexpr Named kSubsystems[] = {{"INIT", 1}, {"COLL", 2}, {"P2P", 4}, {"NET", 8
 // VERSION tells nothing more than the version, which callers log as a warning would be.
 constexpr Named kLevels[] = {{"VERSION", 0}, {"WARN", 1}, {"INFO", 2}, {"TRACE", 3}};
 
-std::atomic<int> g_level{static_cast<int>(LogLevel::kWarn)};
 std::atomic<std::uint32_t> g_subsystems{static_cast<std::uint32_t>(Subsystem::kAll)};
 
 // Never destroyed: threads may log while the process ends.
@@ -66,7 +67,7 @@ bool reopen(Sink& s) {
 
 bool set_log_level_named(const std::string& level) {
   const Named* found = find(std::begin(kLevels), std::end(kLevels), level);
-  if (found != nullptr) g_level.store(static_cast<int>(found->value));
+  if (found != nullptr) log_level.store(static_cast<int>(found->value));
   return found != nullptr;
 }
 
@@ -102,7 +103,7 @@ void set_log_identity(const std::string& host, int pid) {
 }
 
 bool log_enabled(LogLevel level, Subsystem subsystem) {
-  if (static_cast<int>(level) > g_level.load(std::memory_order_relaxed)) return false;
+  if (static_cast<int>(level) > log_level.load(std::memory_order_relaxed)) return false;
   if (level <= LogLevel::kWarn) return true;
   return (g_subsystems.load(std::memory_order_relaxed) & static_cast<std::uint32_t>(subsystem)) !=
          0;

@@ -2,6 +2,7 @@
 // are always told; INFO and TRACE by subsystem, as NCCL users know it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -25,6 +26,11 @@ bool set_log_subsystems(const std::string& list);    // "INIT,NET", "^SHM", "ALL
 bool set_log_file(const std::string& path);
 void set_log_identity(const std::string& host, int pid);
 
+extern std::atomic<int> log_level;
+// Without a call, for paths that are counted in nanoseconds.
+inline bool is_tracing() {
+  return log_level.load(std::memory_order_relaxed) >= static_cast<int>(LogLevel::kTrace);
+}
 bool log_enabled(LogLevel level, Subsystem subsystem);
 void log(LogLevel level, Subsystem subsystem, const std::string& text);
 

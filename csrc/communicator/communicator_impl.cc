@@ -39,7 +39,6 @@ std::vector<PeerStats> CommunicatorImpl::peer_stats() const {
 void CommunicatorImpl::trace(const OpRequest& request) const {
   const auto subsystem =
       is_point_to_point(request.kind) ? base::Subsystem::kP2p : base::Subsystem::kColl;
-  if (__builtin_expect(!base::log_enabled(base::LogLevel::kTrace, subsystem), 1)) return;
   base::log(base::LogLevel::kTrace, subsystem,
             "group '" + group_->context.name + "' rank " + std::to_string(rank()) + ": " +
                 describe_signature(request.signature()));

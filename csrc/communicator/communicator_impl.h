@@ -48,7 +48,7 @@ class CommunicatorImpl final : public Communicator {
 
   Status run(const OpRequest& request) override {
     PYCOMM_RETURN_IF_ERROR(check_usable(request));
-    trace(request);
+    if (__builtin_expect(base::is_tracing(), 0)) trace(request);
     if (group_->is_in_handler_here()) return refuse_in_handler();
     const bool is_small = collectives::is_flat(group_->context.shape, request.kind, request.bytes(),
                                                group_->context.world_size);

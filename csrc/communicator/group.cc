@@ -169,7 +169,8 @@ bool Group::advance_point_to_point(base::TimeNs now) {
   bool moved = point_to_point.advance(now, &ended);
   for (const PointToPoint::Ended& end : ended) {
     // Who waits for the other half of a message that failed here waits in vain. The failure stands
-    // before the caller learns of it: the caller may leave at once, and must leave its cause behind.
+    // before the caller learns of it: the caller may leave at once, and must leave its cause
+    // behind.
     if (!end.status.is_ok()) mark_failed(end.status);
     end.operation->complete(explain(end.status, end.operation->request(), 0), end.source);
     moved = true;
