@@ -15,7 +15,7 @@ struct Named {
 };
 constexpr Named kSubsystems[] = {{"INIT", 1}, {"COLL", 2}, {"P2P", 4}, {"NET", 8},
                                  {"SHM", 16}, {"ENV", 32}, {"ALL", 63}};
-// VERSION tells nothing more than the version, which callers log as a warning would be.
+// VERSION is errors and the version, which the settings tell (tell_version).
 constexpr Named kLevels[] = {{"VERSION", 0}, {"WARN", 1}, {"INFO", 2}, {"TRACE", 3}};
 
 std::atomic<std::uint32_t> g_subsystems{static_cast<std::uint32_t>(Subsystem::kAll)};
@@ -109,14 +109,21 @@ bool log_enabled(LogLevel level, Subsystem subsystem) {
          0;
 }
 
-void log(LogLevel level, Subsystem subsystem, const std::string& text) {
-  if (!log_enabled(level, subsystem)) return;
-  static const char* const names[] = {"ERROR", "WARN", "INFO", "TRACE"};
+namespace {
+void write_line(const char* label, const std::string& text) {
   Sink& s = sink();
   std::lock_guard lock(s.mutex);
-  const std::string line = "pycomm[" + s.host + ":" + std::to_string(s.pid) + "] " +
-                           names[static_cast<int>(level)] + " " + text + "\n";
+  const std::string line =
+      "pycomm[" + s.host + ":" + std::to_string(s.pid) + "] " + label + " " + text + "\n";
   std::fwrite(line.data(), 1, line.size(), s.file != nullptr ? s.file : stderr);  // one write
 }
+}  // namespace
+
+void log(LogLevel level, Subsystem subsystem, const std::string& text) {
+  static const char* const names[] = {"ERROR", "WARN", "INFO", "TRACE"};
+  if (log_enabled(level, subsystem)) write_line(names[static_cast<int>(level)], text);
+}
+
+void tell_version(const std::string& version) { write_line("VERSION", version); }
 
 }  // namespace pycomm::base

@@ -33,5 +33,7 @@ inline bool is_tracing() {
 }
 bool log_enabled(LogLevel level, Subsystem subsystem);
 void log(LogLevel level, Subsystem subsystem, const std::string& text);
+// Whatever the level: for who asked for VERSION or more.
+void tell_version(const std::string& version);
 
 }  // namespace pycomm::base

@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "platform/sockets.h"
 #include "platform/system.h"
+#include "pycomm/communicator.h"
 
 namespace pycomm {
 namespace {
@@ -150,7 +151,7 @@ const std::vector<Known>& known_settings() {
        text(&Options::bind_address)},
       {"PYCOMM_ADVERTISE_ADDR", "", "address that peers are told, where it differs (NAT)",
        text(&Options::advertise_address)},
-      {"PYCOMM_PORT_RANGE", "", "TCP and UDP ports to listen on, such as 20000-20100", take_ports},
+      {"PYCOMM_PORT_RANGE", "", "TCP ports to listen on, such as 20000-20100", take_ports},
       {"PYCOMM_SECRET_FILE", "", "file of mode 0600 with the job's secret; needed between hosts",
        take_secret_file},
       {"PYCOMM_SECRET", "", "the secret itself; prefer the file", take_secret},
@@ -296,8 +297,12 @@ Resolution resolve_options(const std::map<std::string, std::string>& arguments) 
       base::log(base::LogLevel::kWarn, base::Subsystem::kEnv, warning);
     }
   }
+  static std::atomic<bool> version_told{false};
   for (const Setting& setting : result.settings) {
     if (setting.source == "default") continue;
+    const bool asks = setting.name == "PYCOMM_DEBUG" && setting.value != "WARN";
+    if (asks && !version_told.exchange(true))
+      base::tell_version(std::string("pycomm ") + version());
     base::log(base::LogLevel::kInfo, base::Subsystem::kEnv,
               setting.name + "=" + setting.value + " (" + setting.source + ")");
   }

@@ -116,10 +116,12 @@ def test_an_interface_that_is_not_there_is_told_with_those_that_are(tmp_path: Pa
 
 def test_shared_memory_can_be_bounded_or_done_without(tmp_path: Path) -> None:
     assert meet(tmp_path, [{"SHM_DISABLE": "1"}] * 2)[0][0] == "ok"
-    # A link of two ranks takes 2 MiB: with too little of it ranks of a host still meet, by TCP.
+    # A link of two ranks takes 2 MiB: too little is an error that says what to do.
     results = meet(tmp_path / "small", [{"SHM_BYTES_MAX": str(1 << 20)}] * 2)
     for text, _ in results:
-        assert text == "ok" or "PYCOMM_SHM_BYTES_MAX=1048576" in text, text
+        assert "PYCOMM_SHM_BYTES_MAX=1048576" in text and "PYCOMM_SHM_DISABLE=1" in text, text
+    enough = [{"SHM_BYTES_MAX": str(64 << 20)}] * 2
+    assert [text for text, _ in meet(tmp_path / "enough", enough)] == ["ok"] * 2
 
 
 def test_logs_go_to_a_file_by_subsystem(tmp_path: Path) -> None:
@@ -131,6 +133,7 @@ def test_logs_go_to_a_file_by_subsystem(tmp_path: Path) -> None:
     for file in files:
         told = file.read_text()
         assert "all_reduce(sum, float64, 10000 elements)" in told
+        assert "VERSION pycomm " in told
         assert "shm to rank" in told
         assert "PYCOMM_DEBUG" not in told  # that is ENV
 

@@ -13,7 +13,7 @@ namespace pycomm {
 
 enum class TransportChoice : std::uint8_t { kAuto, kShm, kTcp };
 
-// TCP and UDP ports that may be listened on; {0, 0}: any.
+// TCP ports that may be listened on; {0, 0}: any.
 struct PortRange {
   std::uint16_t first = 0;
   std::uint16_t last = 0;

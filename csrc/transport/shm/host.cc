@@ -85,11 +85,12 @@ Result<std::byte*> Host::allocate(platform::SealedMemory& memory, PageAllocator&
   const std::uint64_t size = pages.size_at(*offset);
   if (size > bytes_max_ - bytes_used_) {
     pages.free(*offset);
-    return Status::error(StatusCode::kSystem, std::to_string(size) +
-                                                  " more bytes of shared memory would be above "
-                                                  "PYCOMM_SHM_BYTES_MAX=" +
-                                                  std::to_string(bytes_max_) + " (" +
-                                                  std::to_string(bytes_used_) + " are in use)");
+    return Status::error(StatusCode::kSystem,
+                         std::to_string(size) +
+                             " more bytes of shared memory would be above "
+                             "PYCOMM_SHM_BYTES_MAX=" +
+                             std::to_string(bytes_max_) + " (" + std::to_string(bytes_used_) +
+                             " are in use); raise it, or set PYCOMM_SHM_DISABLE=1 to use TCP");
   }
   if (Status status = memory.commit(*offset, pages.size_at(*offset)); !status.is_ok()) {
     memory.release(*offset, pages.size_at(*offset));
