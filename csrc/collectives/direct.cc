@@ -141,13 +141,6 @@ Schedule plan_direct_all_reduce(const PlanRequest& request) {
                              Schedule{.name = "direct"});
 }
 
-// Rank r folds part r of everyone's tensor and gives it to everyone.
-Schedule plan_shared_all_reduce(const PlanRequest& request) {
-  return all_reduce_in_parts(request, elements_of(request, 4096),
-                             std::max<std::uint64_t>(request.count, 1),
-                             Schedule{.name = "shared", .fused = Fused::kShared});
-}
-
 Schedule plan_direct_reduce_scatter(const PlanRequest& request) {
   Schedule schedule{.name = "direct"};
   if (is_trivial(request)) return schedule;

@@ -5,153 +5,10 @@
 #include <numeric>
 
 #include "base/check.h"
+#include "collectives/local_agreement.h"
 #include "collectives/schedule_run.h"
-#include "kernels/reduce.h"
 
 namespace pycomm::collectives {
-namespace {
-
-// What one advance() of a shared reduction does: small enough that other operations and links of
-// the process get their turn.
-constexpr std::uint64_t kSharedSliceBytes = 2 * 1024 * 1024;
-
-Status invalid(std::string text) {
-  return Status::error(StatusCode::kInvalidUsage, std::move(text));
-}
-
-bool reads_input(const OpRequest& request, Rank rank) {
-  switch (request.kind) {
-    case OpKind::kBarrier:
-    case OpKind::kRecv: return false;
-    case OpKind::kBroadcast:
-    case OpKind::kScatter: return request.root == rank;
-    default: return true;
-  }
-}
-
-bool writes_output(const OpRequest& request, Rank rank) {
-  switch (request.kind) {
-    case OpKind::kBarrier:
-    case OpKind::kSend: return false;
-    case OpKind::kReduce:
-    case OpKind::kGather: return request.root == rank;
-    default: return true;
-  }
-}
-
-std::uint64_t total(const std::vector<std::uint64_t>& counts) {
-  return std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
-}
-
-struct Sizes {
-  std::uint64_t input;  // in bytes
-  std::uint64_t output;
-};
-
-Sizes sizes_of(const OpRequest& request, int world_size) {
-  const std::uint64_t element = dtype_bytes(request.dtype);
-  const std::uint64_t one = request.bytes();
-  const std::uint64_t all = one * static_cast<std::uint64_t>(world_size);
-  switch (request.kind) {
-    case OpKind::kAllGather:
-    case OpKind::kGather: return {one, all};
-    case OpKind::kReduceScatter:
-    case OpKind::kScatter: return {all, one};
-    case OpKind::kAllToAll: return {all, all};
-    case OpKind::kAllToAllUneven:
-      return {total(request.splits->send) * element, total(request.splits->recv) * element};
-    default: return {one, one};
-  }
-}
-
-// Input and output lie apart, or where an operation in place has them.
-bool overlaps_badly(const OpRequest& request, const Sizes& sizes, Rank rank) {
-  const std::byte* in = request.input;
-  const std::byte* out = request.output;
-  if (in + sizes.input <= out || out + sizes.output <= in) return false;
-  const std::uint64_t mine = static_cast<std::uint64_t>(rank) * request.bytes();
-  switch (request.kind) {
-    case OpKind::kAllGather:
-    case OpKind::kGather: return in != out + mine;
-    case OpKind::kReduceScatter:
-    case OpKind::kScatter: return out != in + mine;
-    case OpKind::kAllToAll:
-    case OpKind::kAllToAllUneven: return true;
-    default: return in != out;
-  }
-}
-
-std::string find_fault(const OpRequest& request, Rank rank, int world_size) {
-  const auto n = static_cast<std::size_t>(world_size);
-  if (is_point_to_point(request.kind)) {
-    const bool is_any = request.kind == OpKind::kRecv && request.root == kAnySource;
-    if (world_size == 1) return "nobody else is in a group of one";
-    if (request.root == rank) return "rank " + std::to_string(rank) + " cannot talk to itself";
-    if (!is_any && (request.root < 0 || request.root >= world_size)) {
-      return "rank " + std::to_string(request.root) + " is not in a group of " +
-             std::to_string(world_size);
-    }
-  } else if (request.root < 0 || request.root >= world_size) {
-    return "root " + std::to_string(request.root) + " is not in a group of " +
-           std::to_string(world_size);
-  }
-  const bool is_uneven = request.kind == OpKind::kAllToAllUneven;
-  if (is_uneven != (request.splits != nullptr)) return "splits are for an uneven all_to_all";
-  if (is_uneven && (request.splits->send.size() != n || request.splits->recv.size() != n)) {
-    return "splits need a count for each of " + std::to_string(n) + " ranks";
-  }
-  const auto self = static_cast<std::size_t>(rank);
-  if (is_uneven && request.splits->send[self] != request.splits->recv[self]) {
-    return "rank " + std::to_string(rank) + " sends " + std::to_string(request.splits->send[self]) +
-           " elements to itself, but expects " + std::to_string(request.splits->recv[self]);
-  }
-  std::uint64_t most = request.count;
-  if (is_uneven) {
-    for (const auto* counts : {&request.splits->send, &request.splits->recv}) {
-      for (const std::uint64_t count : *counts) most = std::max(most, count);
-    }
-  }
-  if (most > kCountMax) return "too many elements";
-  if (reduces(request.kind) && !is_reducible(request.dtype, request.op)) {
-    return std::string(to_string(request.op)) + " is not defined on " + to_string(request.dtype);
-  }
-  const Sizes sizes = sizes_of(request, world_size);
-  const bool reads = reads_input(request, rank) && sizes.input > 0;
-  const bool writes = writes_output(request, rank) && sizes.output > 0;
-  const auto are_wrong = [&](const std::shared_ptr<const Parts>& parts, std::uint64_t bytes) {
-    const bool has_parts = is_uneven || world_size == 1 || bytes > request.bytes();
-    return parts && (parts->size() != n || (bytes > 0 && !has_parts));
-  };
-  if (are_wrong(request.input_parts, sizes.input) ||
-      are_wrong(request.output_parts, sizes.output)) {
-    return "parts are for what has one for every rank";
-  }
-  if ((reads && request.input == nullptr && !request.input_parts) ||
-      (writes && request.output == nullptr && !request.output_parts)) {
-    return "no memory given";
-  }
-  if (request.input_parts || request.output_parts) return "";  // their overlaps are the caller's
-  if (reads && writes && overlaps_badly(request, sizes, rank)) {
-    return "input and output overlap, other than for an operation in place";
-  }
-  return "";
-}
-
-}  // namespace
-
-Status validate(const OpRequest& request, Rank rank, int world_size) {
-  // The common case, without a call.
-  const bool is_plain =
-      request.kind <= OpKind::kBroadcast && request.count <= kCountMax && request.root >= 0 &&
-      request.root < world_size && !request.splits && !request.input_parts &&
-      !request.output_parts && request.input == request.output &&
-      (request.input != nullptr || request.count == 0) &&
-      (request.kind != OpKind::kAllReduce || is_reducible(request.dtype, request.op));
-  if (__builtin_expect(is_plain, 1)) return Status();
-  const std::string fault = find_fault(request, rank, world_size);
-  if (fault.empty()) return Status();
-  return invalid(std::string(to_string(request.kind)) + ": " + fault);
-}
 
 Status timed_out(const std::vector<Rank>& late, std::int64_t timeout_ms) {
   std::string text = "waited for rank";
@@ -173,14 +30,18 @@ Execution::Execution(GroupContext& group, const OpRequest& request, base::TimeNs
 
 Execution::~Execution() = default;
 
-bool Execution::advance(base::TimeNs now) {
+bool Execution::advance(base::TimeNs now, With with) {
   bool moved = false;
+  if (needs_links() && with == With::kMemoryOnly) return false;
   switch (stage_) {
     case Stage::kStart: moved = start(); break;
     case Stage::kFlat:
-    case Stage::kAnnounced:
-    case Stage::kClosing: moved = await_flat(); break;
-    case Stage::kShared: moved = reduce_shared(); break;
+    case Stage::kAnnounced: moved = await_flat(); break;
+    case Stage::kLocal: moved = advance_local(); break;
+    case Stage::kPlanned:
+      start_messages();
+      moved = true;
+      break;
     case Stage::kMessages:
       moved = run_->advance();
       if (!run_->failure().is_ok()) {
@@ -201,7 +62,7 @@ bool Execution::advance(base::TimeNs now) {
 
 bool Execution::start() {
   if (group_.flat == nullptr) {
-    start_messages();
+    stage_ = Stage::kPlanned;
     return true;
   }
   if (is_flat(group_.shape, request_.kind, request_.bytes(), group_.world_size)) {
@@ -215,39 +76,38 @@ bool Execution::start() {
   return true;
 }
 
-// Says what is coming, and, if others can reach it, where the tensor lies.
+// Says what is coming, and where it lies.
 void Execution::announce() {
+  const Announcement mine =
+      make_announcement(group_.local, request_, group_.rank, group_.world_size);
+  std::vector<std::uint64_t> words{mine.input, mine.output, mine.window, mine.pulls};
+  static_assert(sizeof(Announcement) == 4 * sizeof(std::uint64_t));
   if (request_.splits) {
-    std::vector<std::uint64_t> counts = request_.splits->send;
-    counts.insert(counts.end(), request_.splits->recv.begin(), request_.splits->recv.end());
-    group_.flat->publish(signature_, counts.data(), counts.size() * sizeof counts[0]);
-    return;
+    words.insert(words.end(), request_.splits->send.begin(), request_.splits->send.end());
+    words.insert(words.end(), request_.splits->recv.begin(), request_.splits->recv.end());
   }
-  std::uint64_t place = 0;
-  const auto& bases = group_.shared.bases;
-  if (!bases.empty() && request_.kind == OpKind::kAllReduce) {
-    const std::byte* base = bases[static_cast<std::size_t>(group_.rank)];
-    if (request_.output >= base &&
-        request_.output + request_.bytes() <= base + group_.shared.bytes) {
-      place = static_cast<std::uint64_t>(request_.output - base) + 1;
-    }
-  }
-  if (place > 0) place_own_part();
-  group_.flat->publish(signature_, &place, sizeof place);
+  group_.flat->publish(signature_, words.data(), words.size() * sizeof words[0]);
 }
 
 Rank Execution::missing_peer() {
   for (Rank p = 0; p < group_.world_size; ++p) {
-    if (group_.flat->has_arrived(p)) continue;
-    const Viability viability = group_.links[static_cast<std::size_t>(p)]->is_viable();
-    const bool has_left = group_.has_departed(p);
-    if ((viability.viable && !has_left) || group_.flat->has_arrived(p)) return p;
-    const std::string why = viability.viable ? "it left the group" : viability.reason;
-    abort(
-        Status::error(StatusCode::kPeerLost, "rank " + std::to_string(p) + " was lost: " + why, p));
+    const std::atomic<std::uint64_t>* word = group_.flat->arrival_word(p);
+    waiting_ = {word, word->load(std::memory_order_acquire)};
+    if (waiting_.seen == group_.flat->sequence()) continue;
+    if (!group_.has_departed(p) || group_.flat->has_arrived(p)) return p;
+    is_lost(p);
     return p;
   }
   return kNoRank;
+}
+
+// Fails the operation if `peer` left the group; a death fails the group as a whole.
+bool Execution::is_lost(Rank peer) {
+  if (peer == kNoRank || !group_.has_departed(peer)) return false;
+  if (stage_ == Stage::kLocal && local_->advance()) return true;  // its last word came before
+  abort(Status::error(StatusCode::kPeerLost,
+                      "rank " + std::to_string(peer) + " was lost: it left the group", peer));
+  return true;
 }
 
 bool Execution::await_flat() {
@@ -256,87 +116,80 @@ bool Execution::await_flat() {
     finish(collect_result(*group_.flat, request_, signature_, request_.op_number));
     return true;
   }
-  if (stage_ == Stage::kClosing) {
+  if (Status status = after_announcement(); !status.is_ok()) finish(std::move(status));
+  return true;
+}
+
+Status Execution::after_announcement() {
+  const int n = group_.world_size;
+  PYCOMM_RETURN_IF_ERROR(compare_signatures(*group_.flat, signature_, request_.op_number));
+  if (request_.splits) PYCOMM_RETURN_IF_ERROR(compare_splits());
+  std::vector<Announcement> announced(static_cast<std::size_t>(n));
+  for (Rank p = 0; p < n; ++p) {
+    std::memcpy(&announced[static_cast<std::size_t>(p)],
+                group_.flat->payload(p, announcement_bytes()), sizeof(Announcement));
+  }
+  auto decision =
+      decide(group_.local, group_.shape, request_, group_.rank, longest_split(), announced);
+  if (!decision.is_ok()) return decision.status();
+  if (!decision.value().plan) {
+    stage_ = Stage::kPlanned;
+    return Status();
+  }
+  local_.emplace(group_.local, request_, *decision.value().plan, std::move(decision.value().peers),
+                 group_.scratch);
+  stage_ = Stage::kLocal;
+  return Status();
+}
+
+bool Execution::advance_local() {
+  const bool moved = local_->advance();
+  if (local_->take_published() && group_.waker != nullptr) group_.waker->wake_peers();
+  if (!local_->failure().is_ok()) {
+    abort(local_->failure());
+  } else if (local_->is_done()) {
     finish(Status());
-    return true;
-  }
-  return after_announcement();
-}
-
-bool Execution::after_announcement() {
-  if (Status status = compare_signatures(*group_.flat, signature_, request_.op_number);
-      !status.is_ok()) {
-    finish(status);
-    return true;
-  }
-  if (request_.splits) {
-    if (Status status = compare_splits(); !status.is_ok()) {
-      finish(status);
-    } else {
-      start_messages();
-    }
-    return true;
-  }
-  for (Rank p = 0; p < group_.world_size; ++p) {
-    std::uint64_t place;
-    std::memcpy(&place, group_.flat->payload(p, sizeof place), sizeof place);
-    if (place == 0) break;
-    // A peer's word about its memory is checked before it becomes an address.
-    const bool fits = place - 1 < group_.shared.bytes &&
-                      request_.bytes() <= group_.shared.bytes - (place - 1) &&
-                      (place - 1) % dtype_bytes(request_.dtype) == 0;
-    if (!fits) {
-      finish(Status::error(StatusCode::kInternal,
-                           "rank " + std::to_string(p) + " announced memory it does not have", p));
-      return true;
-    }
-    shared_outputs_.push_back(group_.shared.bases[static_cast<std::size_t>(p)] + (place - 1));
-  }
-  if (shared_outputs_.size() == static_cast<std::size_t>(group_.world_size)) {
-    stage_ = Stage::kShared;
-  } else {
-    start_messages();
+  } else if (!moved) {
+    return is_lost(local_->waits_for());
   }
   return true;
 }
 
-bool Execution::reduce_shared() {
-  const std::uint64_t element_bytes = dtype_bytes(request_.dtype);
-  const Part part = part_of(request_.count, group_.world_size, group_.rank, 4096 / element_bytes);
-  const std::uint64_t slice =
-      std::min(kSharedSliceBytes / element_bytes, part.count - shared_done_);
-  if (slice > 0) {
-    std::byte* outputs[kFlatWorldMax];
-    const std::uint64_t offset = (part.offset + shared_done_) * element_bytes;
-    for (std::size_t p = 0; p < shared_outputs_.size(); ++p)
-      outputs[p] = shared_outputs_[p] + offset;
-    kernels::fold(outputs, group_.world_size, outputs, group_.world_size, slice, request_.dtype,
-                  request_.op, request_.scale(group_.world_size));
-    shared_done_ += slice;
+std::uint64_t Execution::announcement_bytes() const {
+  const auto n = static_cast<std::uint64_t>(group_.world_size);
+  return sizeof(Announcement) + (request_.splits ? 2 * n * sizeof(std::uint64_t) : 0);
+}
+
+// Elements that `from` announced for `to`.
+std::uint64_t Execution::announced_split(Rank from, Rank to, bool is_sent) const {
+  const auto n = static_cast<std::size_t>(group_.world_size);
+  const std::size_t index =
+      is_sent ? static_cast<std::size_t>(to) : n + static_cast<std::size_t>(from);
+  std::uint64_t count;
+  std::memcpy(&count,
+              group_.flat->payload(is_sent ? from : to, announcement_bytes()) +
+                  sizeof(Announcement) + index * sizeof count,
+              sizeof count);
+  return count;
+}
+
+std::uint64_t Execution::longest_split() const {
+  std::uint64_t longest = 0;
+  for (Rank from = 0; from < group_.world_size && request_.splits; ++from) {
+    for (Rank to = 0; to < group_.world_size; ++to) {
+      longest = std::max(longest, announced_split(from, to, true));
+    }
   }
-  if (shared_done_ == part.count) {
-    // Everyone's part is in everyone's tensor only when all have said so.
-    group_.flat->publish(signature_, nullptr, 0);
-    if (group_.waker != nullptr) group_.waker->wake_peers();
-    stage_ = Stage::kClosing;
-  }
-  return true;
+  return longest;
 }
 
 // What each rank sends must be what the other takes. All ranks look at all pairs, so that all come
 // to the same end.
 Status Execution::compare_splits() const {
-  const auto n = static_cast<std::size_t>(group_.world_size);
-  const auto count_of = [&](Rank p, std::size_t index) {
-    std::uint64_t count;
-    std::memcpy(&count, group_.flat->payload(p, 2 * n * sizeof count) + index * sizeof count,
-                sizeof count);
-    return count;
-  };
   for (Rank from = 0; from < group_.world_size; ++from) {
     for (Rank to = 0; to < group_.world_size; ++to) {
-      const std::uint64_t sent = count_of(from, static_cast<std::size_t>(to));
-      const std::uint64_t wanted = count_of(to, n + static_cast<std::size_t>(from));
+      const std::uint64_t sent = announced_split(from, to, true);
+      const std::uint64_t wanted = announced_split(from, to, false);
       if (sent == wanted) continue;
       return Status::error(StatusCode::kInvalidUsage,
                            "ranks disagree on operation " + std::to_string(request_.op_number) +
@@ -425,10 +278,18 @@ void Execution::start_messages() {
   place_own_part();
 }
 
+WaitingWord Execution::waiting_word() const {
+  if (stage_ != Stage::kLocal) return waiting_;
+  const Rank peer = local_->waits_for();
+  if (peer == kNoRank) return {};
+  return {local_->word_of(peer), local_->seen_position()};
+}
+
 std::vector<Rank> Execution::waits_for() const {
   if (stage_ == Stage::kMessages) return run_->waits_for();
   std::vector<Rank> ranks;
-  if (stage_ == Stage::kFlat || stage_ == Stage::kAnnounced || stage_ == Stage::kClosing) {
+  if (stage_ == Stage::kLocal && local_->waits_for() != kNoRank) ranks = {local_->waits_for()};
+  if (stage_ == Stage::kFlat || stage_ == Stage::kAnnounced) {
     for (Rank p = 0; p < group_.world_size; ++p) {
       if (!group_.flat->has_arrived(p)) ranks.push_back(p);
     }
@@ -438,9 +299,11 @@ std::vector<Rank> Execution::waits_for() const {
 
 void Execution::abort(const Status& status) {
   if (is_finished()) return;
-  // Peers that are still reducing may write into this rank's tensor until their links are gone.
-  if (stage_ == Stage::kShared || stage_ == Stage::kClosing) {
-    group_.quarantine.push_back(request_.keepalive);
+  if (stage_ == Stage::kAnnounced || local_) {
+    // What peers read here from now on is void; what they may write stays until their links are
+    // gone.
+    group_.local.mine->is_withdrawn.store(1, std::memory_order_seq_cst);
+    if (!local_ || local_->is_exposed()) group_.quarantine.push_back(request_.keepalive);
   }
   finish(status);
 }

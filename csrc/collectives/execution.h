@@ -11,24 +11,17 @@
 
 #include "base/clock.h"
 #include "collectives/flat_exchange.h"
+#include "collectives/local_run.h"
 #include "collectives/scratch_pool.h"
 #include "collectives/select.h"
+#include "collectives/validate.h"
 #include "pycomm/operation.h"
 #include "pycomm/transport.h"
 
 namespace pycomm::collectives {
 
-// Errors: kInvalidUsage with what is wrong; checked before anything is sent.
-Status validate(const OpRequest& request, Rank rank, int world_size);
-
 // kTimeout, naming the ranks that were waited for.
 Status timed_out(const std::vector<Rank>& late, std::int64_t timeout_ms);
-
-// Tensors that every rank of the group can read and write in place.
-struct SharedTensors {
-  std::vector<std::byte*> bases;  // of each rank's arena as mapped here
-  std::uint64_t bytes = 0;        // of each arena
-};
 
 // Called after a slot was published: wakes peers that sleep. The communicator's; the simulator
 // needs none.
@@ -49,7 +42,7 @@ struct GroupContext {
   std::uint64_t chunk_bytes = 256 * 1024;
   std::vector<Link*> links;            // by rank; null at my own
   std::unique_ptr<FlatExchange> flat;  // null unless shape.shares_memory
-  SharedTensors shared;
+  LocalChannel local;                  // likewise
   Waker* waker = nullptr;
   ScratchPool scratch;
   std::vector<std::shared_ptr<void>> quarantine;  // memory that peers may still write
@@ -61,6 +54,16 @@ struct GroupContext {
   }
 };
 
+// A word of another rank, and what it was; null if there is nothing to wait for.
+struct WaitingWord {
+  const std::atomic<std::uint64_t>* word = nullptr;
+  std::uint64_t seen = 0;
+
+  bool has_changed() const {
+    return word == nullptr || word->load(std::memory_order_acquire) != seen;
+  }
+};
+
 class ScheduleRun;
 
 class Execution {
@@ -69,8 +72,14 @@ class Execution {
   Execution(GroupContext& group, const OpRequest& request, base::TimeNs now);
   ~Execution();
 
+  // Whether the caller of advance() holds the links' lock too.
+  enum class With { kMemoryOnly, kLinks };
   // Moves what can move; true if anything did. After is_finished() it does nothing.
-  bool advance(base::TimeNs now);
+  bool advance(base::TimeNs now, With with = With::kLinks);
+  // It goes on over messages.
+  bool needs_links() const { return stage_ == Stage::kPlanned || stage_ == Stage::kMessages; }
+  // What changes before advance() can move anything, unless links are needed.
+  WaitingWord waiting_word() const;
   bool is_finished() const { return stage_ == Stage::kFinished; }
   const Status& status() const { return status_; }
   const OpRequest& request() const { return request_; }
@@ -82,13 +91,16 @@ class Execution {
   void abort(const Status& status);
 
  private:
-  enum class Stage { kStart, kFlat, kAnnounced, kShared, kClosing, kMessages, kFinished };
+  enum class Stage { kStart, kFlat, kAnnounced, kLocal, kPlanned, kMessages, kFinished };
 
   bool start();
   bool await_flat();
-  bool after_announcement();
-  bool reduce_shared();
+  Status after_announcement();
+  bool advance_local();
   void announce();
+  std::uint64_t announcement_bytes() const;
+  std::uint64_t announced_split(Rank from, Rank to, bool is_sent) const;
+  std::uint64_t longest_split() const;
   Status compare_splits() const;
   void place_own_part();
   bool can_place_later() const;
@@ -96,6 +108,7 @@ class Execution {
   void finish(Status status);
   // A rank that has not arrived, or kNoRank; fails the operation if that one cannot any more.
   Rank missing_peer();
+  bool is_lost(Rank peer);
 
   GroupContext& group_;
   OpRequest request_;
@@ -104,8 +117,8 @@ class Execution {
   Stage stage_ = Stage::kStart;
   Status status_;
   std::unique_ptr<ScheduleRun> run_;
-  std::vector<std::byte*> shared_outputs_;
-  std::uint64_t shared_done_ = 0;  // elements of my part
+  std::optional<LocalRun> local_;
+  WaitingWord waiting_;  // for announcements
 };
 
 }  // namespace pycomm::collectives

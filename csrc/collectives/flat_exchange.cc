@@ -8,7 +8,7 @@
 namespace pycomm::collectives {
 
 FlatExchange::FlatExchange(Rank rank, const std::vector<std::byte*>& areas) : rank_(rank) {
-  PYCOMM_CHECK(areas.size() <= kFlatWorldMax);
+  PYCOMM_CHECK(areas.size() <= kLocalWorldMax);
   for (std::byte* area : areas) areas_.push_back(reinterpret_cast<const FlatArea*>(area));
   mine_ = reinterpret_cast<FlatArea*>(areas[static_cast<std::size_t>(rank)]);
 }
@@ -81,11 +81,11 @@ Status collect_result(const FlatExchange& flat, const OpRequest& request, Signat
     }
   };
   const auto fold = [&](std::uint64_t offset) {
-    const std::byte* inputs[kFlatWorldMax];
+    const std::byte* inputs[kLocalWorldMax];
     for (Rank p = 0; p < n; ++p) inputs[p] = flat.payload(p, published) + offset;
     std::byte* output = request.output;
-    kernels::reduce_kernels().fold_block(&output, 1, inputs, n, request.count, request.dtype,
-                                         request.op, request.scale(n));
+    kernels::fold({&output, 1}, inputs, n, request.count, request.dtype, request.op,
+                  request.scale(n));
   };
   switch (request.kind) {
     case OpKind::kBroadcast:

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/spin.h"
+#include "collectives/local_mark.h"
 #include "collectives/select.h"
 #include "pycomm/operation.h"
 
@@ -27,12 +28,11 @@ struct alignas(base::kCacheLineBytes) FlatSlot {
   alignas(base::kCacheLineBytes) std::byte large[kFlatBytesMax];
 };
 
-inline constexpr int kFlatWorldMax = 64;
-
 // What one rank lays out for a group.
 struct FlatArea {
   FlatSlot slots[2];
-  std::atomic<std::uint32_t> is_closed;  // its rank has left the group and reads no slot any more
+  LocalMark mark;                        // of operations that do not fit a slot
+  std::atomic<std::uint32_t> is_closed;  // its rank has left the group and reads nothing any more
 };
 
 class FlatExchange {

@@ -68,8 +68,7 @@ struct Lane {
 // How a fused schedule runs as one direct call; its steps are its expansion.
 enum class Fused : std::uint8_t {
   kNo,
-  kFlat,    // everyone's small message in everyone's view: flat_exchange.h
-  kShared,  // tensors that all ranks can write: Execution::reduce_shared
+  kFlat,  // everyone's small message in everyone's view: flat_exchange.h
 };
 
 struct Schedule {
@@ -122,7 +121,6 @@ Schedule plan_direct_scatter(const PlanRequest& request);
 Schedule plan_direct_all_to_all(const PlanRequest& request);  // even or uneven
 // Expansions of fused steps.
 Schedule plan_flat(const PlanRequest& request);
-Schedule plan_shared_all_reduce(const PlanRequest& request);
 
 // The i-th of n nearly equal parts of `count`, cut at multiples of `align` elements.
 struct Part {

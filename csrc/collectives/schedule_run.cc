@@ -234,8 +234,8 @@ void ScheduleRun::fold(ActiveLane& lane, const Step& step) {
     }
   }
   std::byte* out = at(lane, step.buffer, step.offset, step.count);
-  kernels::fold(&out, 1, inputs.data(), group_.world_size, step.count, request_.dtype, request_.op,
-                request_.scale(group_.world_size));
+  kernels::fold({&out, 1}, inputs.data(), group_.world_size, step.count, request_.dtype,
+                request_.op, request_.scale(group_.world_size));
 }
 
 void ScheduleRun::fail(Rank peer, const Transfer& transfer) {

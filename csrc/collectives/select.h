@@ -7,13 +7,17 @@
 namespace pycomm::collectives {
 
 // Up to here a message fits a flat slot, when all ranks share memory.
-inline constexpr std::uint64_t kFlatBytesMax = 4096;
+inline constexpr std::uint64_t kFlatBytesMax = 16 * 1024;
 
 // Shapes of group that make a difference.
 struct GroupShape {
   bool shares_memory = false;                     // every pair of ranks has a shared-memory link
   std::uint64_t recursive_bytes_max = 64 * 1024;  // below it latency counts more than bandwidth
   bool is_deterministic = false;                  // bits depend on nothing but the inputs
+  // Among ranks of one host: from here on tensors are read where they lie instead of copied through
+  // windows; and moved results bypass the cache.
+  std::uint64_t pull_bytes_min = UINT64_MAX;
+  std::uint64_t stream_bytes_min = 8 * 1024 * 1024;
 };
 
 // What the rank that says most says in a flat exchange.

@@ -24,6 +24,9 @@ using base::TimeNs;
 using collectives::FlatArea;
 using platform::real_clock;
 
+// Of a group and rank: three rounds of 128 KiB for each of two ranks.
+constexpr std::uint64_t kWindowBytes = 768 * 1024;
+
 Hello make_hello(Engine& engine, int world_size, const Options& options) {
   Hello hello;
   hello.protocol = transport::kProtocolVersion;
@@ -74,12 +77,15 @@ Status share_flat_areas(Engine& engine, Meeting& meeting, Group& group,
   group.flat_area = area.value();
   const std::uint64_t region = group.context.group;
   std::vector<std::byte*> areas(links.size(), nullptr);
-  group.context.shared.bytes = engine.host()->arena().bytes();
-  group.context.shared.bases.assign(links.size(), nullptr);
+  collectives::LocalChannel& local = group.context.local;
+  transport::shm::Host& host = *engine.host();
+  local.arena_bytes = host.arena().bytes();
+  local.segment_bytes = host.segment().bytes();
+  local.arenas.assign(links.size(), host.arena().data());
+  local.segments.assign(links.size(), host.segment().data());
   for (std::size_t r = 0; r < links.size(); ++r) {
     if (links[r] == nullptr) {
       areas[r] = group.flat_area;
-      group.context.shared.bases[r] = engine.host()->arena().data();
       continue;
     }
     PYCOMM_RETURN_IF_ERROR(engine.expose(*links[r], region, group.flat_area, sizeof(FlatArea)));
@@ -99,12 +105,22 @@ Status share_flat_areas(Engine& engine, Meeting& meeting, Group& group,
       PYCOMM_RETURN_IF_ERROR(meeting.check_now_and_then());
       platform::sleep_ns(50'000);
     }
-    group.context.shared.bases[r] = engine.map(*links[r], kArenaRegion, group.context.shared.bytes);
-    if (group.context.shared.bases[r] == nullptr) {
-      return Status::error(StatusCode::kInternal, who + " exposes no arena");
+    local.arenas[r] = engine.map(*links[r], kArenaRegion, local.arena_bytes);
+    local.segments[r] = engine.map(*links[r], kSegmentRegion, local.segment_bytes);
+    if (local.arenas[r] == nullptr || local.segments[r] == nullptr) {
+      return Status::error(StatusCode::kInternal, who + " exposes no memory");
     }
     group.peer_flags.push_back(transport::shm::peer_flags(*links[r]));
   }
+  for (std::byte* area : areas) local.marks.push_back(&reinterpret_cast<FlatArea*>(area)->mark);
+  local.mine = &reinterpret_cast<FlatArea*>(group.flat_area)->mark;
+  local.window_bytes = kWindowBytes;
+  local.allocate_window = [&host](std::uint64_t bytes) {
+    auto window = host.allocate_segment(bytes);
+    return window.is_ok() ? window.value() : nullptr;
+  };
+  local.puller = group.find_puller();
+  local.counters = std::make_unique<collectives::LocalCounters[]>(links.size());
   group.context.flat = std::make_unique<collectives::FlatExchange>(group.context.rank, areas);
   return Status();
 }
@@ -192,7 +208,7 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
     group->global_ranks.resize(static_cast<std::size_t>(world_size));
     std::iota(group->global_ranks.begin(), group->global_ranks.end(), 0);
   }
-  bool all_share = engine->host() != nullptr && world_size <= collectives::kFlatWorldMax;
+  bool all_share = engine->host() != nullptr && world_size <= collectives::kLocalWorldMax;
   for (const auto& a : hellos.value()) {
     for (const auto& b : hellos.value()) all_share &= choose_path(a, b) == Path::kShm;
   }

@@ -91,7 +91,10 @@ Status CommunicatorImpl::await_slow_peer(Rank peer, const OpRequest& request) {
       engine_->crowding().yield();
       continue;
     }
-    sleep_on(peer, std::min(deadline - now, kSleepSliceNs));
+    const std::atomic<std::uint64_t>* word = flat.arrival_word(peer);
+    const std::uint64_t seen = word->load(std::memory_order_acquire);
+    if (seen == flat.sequence()) break;
+    sleep_on({word, seen}, std::min(deadline - now, kSleepSliceNs));
     if (is_interrupted()) {
       return Status::error(StatusCode::kAborted, "interrupted while waiting");
     }
@@ -112,17 +115,67 @@ Status CommunicatorImpl::refuse_in_handler() {
                        "called from a signal handler inside an operation of the same group");
 }
 
-void CommunicatorImpl::sleep_on(Rank peer, std::int64_t timeout_ns) {
-  const collectives::FlatExchange& flat = *group_->context.flat;
+void CommunicatorImpl::sleep_on(const collectives::WaitingWord& word, std::int64_t timeout_ns) {
   auto& sleepers = engine_->host()->header().flat_sleepers;
-  const std::atomic<std::uint64_t>* word = flat.arrival_word(peer);
   sleepers.fetch_add(1, std::memory_order_seq_cst);
   if (!platform::process_barrier()) timeout_ns = std::min(timeout_ns, kUnfencedSleepNs);
-  const std::uint64_t seen = word->load(std::memory_order_seq_cst);
-  if (seen != flat.sequence() && !group_->has_failed()) {
-    platform::futex_wait(word, seen, timeout_ns);
+  if (!word.has_changed() && !group_->has_failed()) {
+    platform::futex_wait(word.word, word.seen, timeout_ns);
   }
   sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+Status CommunicatorImpl::run_local(const OpRequest& request) {
+  Group& group = *group_;
+  const auto operation = std::make_shared<QueuedOperation>(engine_, request);
+  group.enqueue(operation);
+  base::TimeNs idle_since = 0;
+  for (;;) {
+    const base::TimeNs now = platform::real_clock().now_ns();
+    if (group.advance(now, Group::With::kMemoryOnly)) {
+      if (operation->is_done()) break;
+      idle_since = 0;
+      continue;
+    }
+    if (group.needs_engine()) break;
+    if (idle_since == 0) idle_since = now;
+    if (!await_change(group.waiting_word(), idle_since)) {
+      group.release();
+      abort("interrupted");
+      return Status::error(StatusCode::kAborted, "interrupted while waiting");
+    }
+  }
+  group.release();
+  if (operation->is_done()) return operation->status();
+  engine_->take_over();
+  return await(*operation);
+}
+
+Status CommunicatorImpl::await(QueuedOperation& operation) {
+  for (;;) {
+    Status status = operation.wait(kSleepSliceNs / 1'000'000);
+    if (operation.is_done()) return operation.status();
+    if (group_->is_interrupted && group_->is_interrupted()) {
+      abort("interrupted");
+      return Status::error(StatusCode::kAborted, "interrupted while waiting");
+    }
+  }
+}
+
+bool CommunicatorImpl::await_change(const collectives::WaitingWord& word, base::TimeNs idle_since) {
+  for (int i = 0; i < num_looks(); ++i) {
+    if (word.has_changed()) return true;
+    base::spin_pause();
+  }
+  const base::TimeNs now = platform::real_clock().now_ns();
+  if (now - idle_since < kYieldNs) {
+    engine_->crowding().yield();
+    return true;
+  }
+  // Its last word may have come by another way: looked at again at the next turn.
+  const base::TimeNs left = std::max<std::int64_t>(group_->next_deadline() - now, 0);
+  sleep_on(word, std::min(left, kSleepSliceNs));
+  return !is_interrupted();
 }
 
 void CommunicatorImpl::leak() {

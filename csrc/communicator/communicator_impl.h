@@ -52,8 +52,10 @@ class CommunicatorImpl final : public Communicator {
     if (group_->is_in_handler_here()) return refuse_in_handler();
     const bool is_small = collectives::is_flat(group_->context.shape, request.kind, request.bytes(),
                                                group_->context.world_size);
-    if (is_small && group_->num_queued() == 0 && group_->try_own()) {
+    const bool is_local = group_->context.flat != nullptr && !is_point_to_point(request.kind);
+    if (is_local && group_->num_queued() == 0 && group_->try_own()) {
       if (group_->is_queue_empty() && !group_->has_failed()) {
+        if (!is_small) return run_local(request);
         Status status = run_flat(request);
         group_->release();
         return status;
@@ -62,14 +64,7 @@ class CommunicatorImpl final : public Communicator {
     }
     const auto operation = std::make_shared<QueuedOperation>(engine_, request);
     submit(operation, true);
-    for (;;) {
-      Status status = operation->wait(kSleepSliceNs / 1'000'000);
-      if (operation->is_done()) return operation->status();
-      if (group_->is_interrupted && group_->is_interrupted()) {
-        abort("interrupted");
-        return Status::error(StatusCode::kAborted, "interrupted while waiting");
-      }
-    }
+    return await(*operation);
   }
 
   std::shared_ptr<Operation> start(const OpRequest& request) override;
@@ -133,12 +128,18 @@ class CommunicatorImpl final : public Communicator {
     return status.is_ok() ? status : group.explain(status, request, op_number);
   }
 
+  // An operation that goes through memory, driven by the caller. The group is owned, and released.
+  Status run_local(const OpRequest& request);
+  Status await(QueuedOperation& operation);
+  // Looks, yields or sleeps until a peer moved; false after a signal.
+  bool await_change(const collectives::WaitingWord& word, base::TimeNs idle_since);
+
   Status fail_flat(const Status& status, const OpRequest& request, std::uint64_t op_number);
 
   bool await_peer(Rank peer) const {
     const collectives::FlatExchange& flat = *group_->context.flat;
     if (flat.has_arrived(peer)) return true;
-    const int looks = engine_->crowding().is_crowded() ? kLooksIfCrowded : kLooksBeforeYield;
+    const int looks = num_looks();
     for (int i = 0; i < looks; ++i) {
       base::spin_pause();
       if (flat.has_arrived(peer)) return true;
@@ -146,6 +147,9 @@ class CommunicatorImpl final : public Communicator {
     return false;
   }
 
+  int num_looks() const {
+    return engine_->crowding().is_crowded() ? kLooksIfCrowded : kLooksBeforeYield;
+  }
   Status await_slow_peer(Rank peer, const OpRequest& request);
 
   // Runs signal handlers, which may come back to this group.
@@ -153,7 +157,7 @@ class CommunicatorImpl final : public Communicator {
 
   static Status refuse_in_handler();
 
-  void sleep_on(Rank peer, std::int64_t timeout_ns);
+  void sleep_on(const collectives::WaitingWord& word, std::int64_t timeout_ns);
 
   // In a forked child: locks may be held by threads that are not here, peers are the parent's.
   void leak();

@@ -201,6 +201,8 @@ Status Engine::add_link(const std::string& process_id, std::shared_ptr<CoreLink>
   if (host_ && std::string_view(peer.link->transport()) == "shm") {
     PYCOMM_RETURN_IF_ERROR(peer.link->remote_memory()->expose(
         kArenaRegion, host_->arena().data(), host_->arena().bytes(), RegionKind::kHost));
+    PYCOMM_RETURN_IF_ERROR(peer.link->remote_memory()->expose(
+        kSegmentRegion, host_->segment().data(), host_->segment().bytes(), RegionKind::kHost));
   }
   PYCOMM_RETURN_IF_ERROR(poller_.add(peer.link->fd(), peer.token));
   forget_after_fork(peer.link->fd());
@@ -271,6 +273,7 @@ void Engine::bury(Group& group) {
   Grave grave;
   grave.region = group.context.group;
   grave.area = group.flat_area;
+  grave.window = std::exchange(group.context.local.window, nullptr);
   grave.quarantine = std::move(group.context.quarantine);
   for (Link* link : group.context.links) {
     if (link != nullptr) {
@@ -294,6 +297,7 @@ void Engine::sweep_graves() {
     }
     for (const auto& link : grave.links) link->remote_memory()->withdraw(grave.region);
     host_->free_segment(grave.area);
+    if (grave.window != nullptr) host_->free_segment(grave.window);
     for (auto& memory : grave.quarantine) dispose(std::move(memory));
     return true;
   });
@@ -463,7 +467,15 @@ std::vector<PeerStats> Engine::peer_stats(const Group& group) {
   for (std::size_t r = 0; r < group.context.links.size(); ++r) {
     const Link* link = group.context.links[r];
     if (link == nullptr) continue;
-    stats.push_back({static_cast<Rank>(r), link->transport(), link->counters()});
+    LinkCounters counters = link->counters();
+    if (group.context.local.counters) {
+      const collectives::LocalCounters& local = group.context.local.counters[r];
+      counters.bytes_sent += local.sent;
+      counters.bytes_received += local.received;
+      counters.bytes_staged += local.staged;
+      counters.bytes_direct += local.direct;
+    }
+    stats.push_back({static_cast<Rank>(r), link->transport(), counters});
   }
   return stats;
 }

@@ -28,6 +28,7 @@ namespace pycomm::communicator {
 // Region numbers on shared-memory links. A group's flat area is its group id, which has bit 63
 // clear.
 inline constexpr std::uint64_t kArenaRegion = (std::uint64_t{1} << 63) + 1;
+inline constexpr std::uint64_t kSegmentRegion = (std::uint64_t{1} << 63) + 2;
 
 // What the poller's tokens below kFirstLinkToken mean.
 inline constexpr std::uint64_t kDoorbellToken = 1;
@@ -89,6 +90,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void submit(Group& group, std::shared_ptr<QueuedOperation> operation, bool caller_waits);
   void submit_point_to_point(Group& group, std::shared_ptr<QueuedOperation> operation,
                              bool caller_waits);
+  // A caller drove an operation at the front of its group's queue so far, and lets go of it.
+  void take_over();
   // Runs the engine in the calling thread, later parks. Ok when done, or kTimeout.
   Status wait(QueuedOperation& operation, std::int64_t timeout_ms);
   void abort_group(Group& group, const Status& status, Group::Tell tell = Group::Tell::kPeers);
@@ -118,10 +121,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::shared_ptr<Group> group;
     std::vector<std::string> process_ids;  // by rank
   };
-  // The flat area of a group that ended here, kept until no peer can read it.
+  // The shared memory of a group that ended here, kept until no peer can read it.
   struct Grave {
     std::uint64_t region = 0;
     std::byte* area = nullptr;
+    std::byte* window = nullptr;
     std::vector<std::shared_ptr<transport::CoreLink>> links;
     std::vector<std::shared_ptr<void>> quarantine;
   };

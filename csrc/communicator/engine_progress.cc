@@ -45,7 +45,7 @@ bool Engine::progress() {
     moved |= group.advance_point_to_point(now);
     active += group.point_to_point.num_pending();
     if (group.num_queued() == 0 || !group.try_own()) continue;
-    moved |= group.advance(now);
+    moved |= group.advance(now, Group::With::kLinks);
     active += group.num_queued();
     group.release();
   }
@@ -82,6 +82,11 @@ void Engine::submit(Group& group, std::shared_ptr<QueuedOperation> operation, bo
     progress();
   }
   if (is_active() && !caller_waits) kick();
+}
+
+void Engine::take_over() {
+  num_active_.fetch_add(1);
+  kick();
 }
 
 void Engine::submit_point_to_point(Group& group, std::shared_ptr<QueuedOperation> operation,

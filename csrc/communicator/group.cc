@@ -1,6 +1,7 @@
 #include "communicator/group.h"
 
 #include <algorithm>
+#include <cerrno>
 
 #include "communicator/engine.h"
 #include "platform/futex.h"
@@ -80,9 +81,10 @@ void Group::enqueue(std::shared_ptr<QueuedOperation> operation) {
   if (!whereabouts_.empty()) compare_whereabouts();
 }
 
-bool Group::advance(base::TimeNs now) {
+bool Group::advance(base::TimeNs now, With with) {
   if (queue_.empty()) return false;
   if (has_failed()) {
+    if (with == With::kMemoryOnly) return false;  // sends and receives end with it
     fail(failure());
     return true;
   }
@@ -96,7 +98,7 @@ bool Group::advance(base::TimeNs now) {
   bool moved = false;
   // A bounded number of turns, so that other groups and links get theirs.
   for (int turn = 0; turn < kTurnsMax && !current_->is_finished(); ++turn) {
-    if (!current_->advance(now)) break;
+    if (!current_->advance(now, with)) break;
     moved = true;
   }
   if (!current_->is_finished()) {
@@ -105,6 +107,11 @@ bool Group::advance(base::TimeNs now) {
     return moved;
   }
   const Status status = current_->status();
+  // Only a difference of signatures leaves all ranks in step; after any other failure nobody knows
+  // what the others hold.
+  const bool goes_on =
+      status.is_ok() || (status.code() == StatusCode::kInvalidUsage && context.flat != nullptr);
+  if (!goes_on && with == With::kMemoryOnly) return false;
   const bool is_loss =
       status.code() == StatusCode::kPeerLost || status.code() == StatusCode::kAborted;
   if (is_loss && status.rank() != kNoRank) {
@@ -115,10 +122,6 @@ bool Group::advance(base::TimeNs now) {
     loss_seen_ = true;
     if (!has_spoken && now < loss_deadline_) return moved;
   }
-  // Only a difference of signatures leaves all ranks in step; after any other failure nobody knows
-  // what the others hold.
-  const bool goes_on =
-      status.is_ok() || (status.code() == StatusCode::kInvalidUsage && context.flat != nullptr);
   const Status told = explain(status, operation.request(), operation.op_number());
   recorder.end(operation.op_number(), status.code());
   current_.reset();
@@ -278,9 +281,7 @@ void Group::mark_failed(const Status& status, Tell tell) {
   }
   failed_.store(true, std::memory_order_release);
   if (!context.flat) return;
-  for (Rank p = 0; p < context.world_size; ++p) {
-    platform::futex_wake_all(context.flat->arrival_word(p));
-  }
+  for (Rank p = 0; p < context.world_size; ++p) wake_those_who_wait_for(p);
 }
 
 void Group::note_peer_lost(Rank peer, const Status& status) {
@@ -293,7 +294,13 @@ void Group::note_peer_departed(Rank peer) {
   if (context.departed) {
     context.departed[static_cast<std::size_t>(peer)].store(true, std::memory_order_release);
   }
-  if (context.flat) platform::futex_wake_all(context.flat->arrival_word(peer));
+  if (context.flat) wake_those_who_wait_for(peer);
+}
+
+// Threads of this process.
+void Group::wake_those_who_wait_for(Rank peer) const {
+  platform::futex_wake_all(context.flat->arrival_word(peer));
+  platform::futex_wake_all(&context.local.marks[static_cast<std::size_t>(peer)]->position);
 }
 
 base::TimeNs Group::next_deadline() const {
@@ -310,7 +317,23 @@ void Group::wake_peers() {
       peer.doorbell->ring();
     }
   }
-  if (anyone_sleeps) platform::futex_wake_all(context.flat->my_word());
+  if (!anyone_sleeps) return;
+  platform::futex_wake_all(context.flat->my_word());
+  platform::futex_wake_all(&context.local.mine->position);
+}
+
+Status Group::pull(Rank peer, std::uint64_t address, std::byte* out, std::uint64_t bytes) {
+  const auto index = static_cast<std::size_t>(peer < context.rank ? peer : peer - 1);
+  if (platform::read_process_memory(peer_flags[index].pid, address, out, bytes)) return Status();
+  const bool is_gone = errno == ESRCH || errno == EFAULT;
+  const Status why = platform::system_error("reading the memory of rank " + std::to_string(peer));
+  return Status::error(is_gone ? StatusCode::kPeerLost : StatusCode::kSystem, why.message(), peer);
+}
+
+collectives::Puller* Group::find_puller() {
+  const bool can_pull = std::all_of(peer_flags.begin(), peer_flags.end(),
+                                    [](const auto& peer) { return peer.can_be_read; });
+  return can_pull ? this : nullptr;
 }
 
 Status Group::explain(const Status& status, const OpRequest& request,

@@ -56,7 +56,7 @@ class QueuedOperation final : public Operation,
   std::vector<std::function<void()>> callbacks_;
 };
 
-class Group final : public collectives::Waker {
+class Group final : public collectives::Waker, public collectives::Puller {
  public:
   collectives::GroupContext context;
   std::atomic<std::int64_t> timeout_ms{1'800'000};
@@ -87,8 +87,16 @@ class Group final : public collectives::Waker {
   std::uint64_t last_op_number() const { return op_number_.load(std::memory_order_relaxed); }
   void enqueue(std::shared_ptr<QueuedOperation> operation);
   bool is_queue_empty() const { return queue_.empty(); }
-  // Drives the operation at the front. Needs the engine's mutex too.
-  bool advance(base::TimeNs now);
+  // Drives the operation at the front; with links only under the engine's mutex.
+  using With = collectives::Execution::With;
+  bool advance(base::TimeNs now, With with);
+  // advance() without links can do no more: it goes on over messages, or the group is over.
+  bool needs_engine() const {
+    return has_failed() || (current_ && (current_->needs_links() || current_->is_finished()));
+  }
+  collectives::WaitingWord waiting_word() const {
+    return current_ ? current_->waiting_word() : collectives::WaitingWord();
+  }
   // The group is over: everything queued ends with `status`, and so does what comes.
   void fail(const Status& status, Tell tell = Tell::kPeers);
   // When the holder must look again at the latest.
@@ -121,13 +129,18 @@ class Group final : public collectives::Waker {
   bool is_in_handler_here() const { return handler_thread_.load() == std::this_thread::get_id(); }
   int num_queued() const { return num_queued_.load(std::memory_order_acquire); }
 
-  // After a slot was written: wakes the ranks that sleep on it.
+  // After a slot or a mark was written: wakes the ranks that sleep on it.
   void wake_peers() override;
+  Status pull(Rank peer, std::uint64_t address, std::byte* out, std::uint64_t bytes) override;
+  // This, if it can read every other rank's memory.
+  collectives::Puller* find_puller();
 
   // "all_reduce #7 on group 'x': ..." with the code and rank of `status`.
   Status explain(const Status& status, const OpRequest& request, std::uint64_t op_number) const;
 
  private:
+  void wake_those_who_wait_for(Rank peer) const;
+
   std::atomic<bool> owned_{false};
   // Written by the holder. The operation that confirms a new group is number 0, the user's first
   // is 1.

@@ -8,6 +8,9 @@
 
 namespace pycomm::kernels {
 
+// Whether what is written will be read soon, or goes past the cache.
+enum class Stores : std::uint8_t { kCached, kStreamed };
+
 // Pointers need no alignment. Every function is a pure loop: no allocation, no lock.
 struct ReduceKernels {
   const char* name;  // "portable", "avx2", "avx512"
@@ -21,6 +24,8 @@ struct ReduceKernels {
   // scaled when scale != 1. outputs may alias inputs.
   void (*fold_block)(std::byte* const* outputs, int num_outputs, const std::byte* const* inputs,
                      int num_inputs, std::uint64_t count, DType dtype, ReduceOp op, double scale);
+  // Copies past the cache. Ordered before a later release store.
+  void (*stream)(std::byte* out, const std::byte* in, std::uint64_t bytes);
   // data[i] *= factor; floats and complex numbers only.
   void (*scale)(std::byte* data, std::uint64_t count, DType dtype, double factor);
 };
@@ -32,8 +37,18 @@ const ReduceKernels& reduce_kernels();
 // A set by name ("portable", "avx2", "avx512"), or null if this processor or build lacks it.
 const ReduceKernels* reduce_kernels_named(const char* name);
 
-// fold_block over any count.
-void fold(std::byte* const* outputs, int num_outputs, const std::byte* const* inputs,
-          int num_inputs, std::uint64_t count, DType dtype, ReduceOp op, double scale);
+// Copies between places that do not overlap.
+void copy(std::byte* out, const std::byte* in, std::uint64_t bytes, Stores stores);
+
+// fold_block over any count. Outputs that are streamed go past the cache, and may not be inputs
+// elsewhere than at the same element.
+struct FoldOutputs {
+  std::byte* const* cached = nullptr;
+  int num_cached = 0;
+  std::byte* const* streamed = nullptr;
+  int num_streamed = 0;
+};
+void fold(const FoldOutputs& outputs, const std::byte* const* inputs, int num_inputs,
+          std::uint64_t count, DType dtype, ReduceOp op, double scale);
 
 }  // namespace pycomm::kernels

@@ -45,25 +45,42 @@ const ReduceKernels& reduce_kernels() {
   return best;
 }
 
-void fold(std::byte* const* outputs, int num_outputs, const std::byte* const* inputs,
-          int num_inputs, std::uint64_t count, DType dtype, ReduceOp op, double scale) {
+void copy(std::byte* out, const std::byte* in, std::uint64_t bytes, Stores stores) {
+  if (stores == Stores::kStreamed) return reduce_kernels().stream(out, in, bytes);
+  std::memcpy(out, in, bytes);
+}
+
+void fold(const FoldOutputs& outputs, const std::byte* const* inputs, int num_inputs,
+          std::uint64_t count, DType dtype, ReduceOp op, double scale) {
   const ReduceKernels& kernels = reduce_kernels();
   const std::uint64_t element_bytes = dtype_bytes(dtype);
   const std::uint64_t block = kFoldBlockBytes / element_bytes;
   // Two inputs need no accumulator block: one pass over everything.
-  const bool is_one_pass = num_inputs == 2 && num_outputs <= 2 && scale == 1.0;
-  if (count <= block || is_one_pass) {
-    kernels.fold_block(outputs, num_outputs, inputs, num_inputs, count, dtype, op, scale);
+  const bool is_one_pass =
+      num_inputs == 2 && outputs.num_cached <= 2 && scale == 1.0 && outputs.num_streamed == 0;
+  if (outputs.num_streamed == 0 && (count <= block || is_one_pass)) {
+    kernels.fold_block(outputs.cached, outputs.num_cached, inputs, num_inputs, count, dtype, op,
+                       scale);
     return;
   }
-  std::vector<std::byte*> outs(static_cast<std::size_t>(num_outputs));
+  // What is streamed is folded into the first-level cache first.
+  alignas(64) std::byte result[kFoldBlockBytes];
+  const bool has_cached = outputs.num_cached > 0;
+  std::vector<std::byte*> outs(static_cast<std::size_t>(has_cached ? outputs.num_cached : 1));
   std::vector<const std::byte*> ins(static_cast<std::size_t>(num_inputs));
   for (std::uint64_t first = 0; first < count; first += block) {
     const std::uint64_t offset = first * element_bytes;
-    for (int k = 0; k < num_outputs; ++k) outs[static_cast<std::size_t>(k)] = outputs[k] + offset;
-    for (int k = 0; k < num_inputs; ++k) ins[static_cast<std::size_t>(k)] = inputs[k] + offset;
     const std::uint64_t n = count - first < block ? count - first : block;
-    kernels.fold_block(outs.data(), num_outputs, ins.data(), num_inputs, n, dtype, op, scale);
+    outs[0] = result;
+    for (int k = 0; k < outputs.num_cached; ++k) {
+      outs[static_cast<std::size_t>(k)] = outputs.cached[k] + offset;
+    }
+    for (int k = 0; k < num_inputs; ++k) ins[static_cast<std::size_t>(k)] = inputs[k] + offset;
+    kernels.fold_block(outs.data(), static_cast<int>(outs.size()), ins.data(), num_inputs, n, dtype,
+                       op, scale);
+    for (int k = 0; k < outputs.num_streamed; ++k) {
+      kernels.stream(outputs.streamed[k] + offset, outs[0], n * element_bytes);
+    }
   }
 }
 

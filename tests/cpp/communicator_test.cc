@@ -244,7 +244,7 @@ TEST(Communicator, SharedTensorsAreReducedInPlaceWithNothingStaged) {
             if (!comm.run(OpRequest{}).is_ok()) return 4;
           }
           for (const PeerStats& peer : comm.peer_stats()) {
-            if (peer.counters.bytes_staged != 0 || peer.counters.bytes_direct != 0) return 5;
+            if (peer.counters.bytes_staged != 0 || peer.counters.bytes_direct == 0) return 5;
           }
           return 0;
         });

@@ -47,7 +47,21 @@ int exercise(Communicator& comm, Seen* seen) {
     if (!comm.run(all_reduce(data.data(), count)).is_ok()) return 1;
     if (data[0] != 3.0f || data[count - 1] != 3.0f) return 2;
   }
-  const PeerStats stats = comm.peer_stats().at(0);
+  // A message between two ranks, of memory that is read where it lies if that may be.
+  std::vector<float> given(500'000, 1.0f), taken(500'000);
+  OpRequest send, recv;
+  send.kind = OpKind::kSend;
+  recv.kind = OpKind::kRecv;
+  send.dtype = recv.dtype = DType::kFloat32;
+  send.count = recv.count = given.size();
+  send.root = recv.root = 1 - comm.rank();
+  send.input = reinterpret_cast<const std::byte*>(given.data());
+  recv.output = reinterpret_cast<std::byte*>(taken.data());
+  const std::uint64_t direct_before = comm.peer_stats().at(0).counters.bytes_direct;
+  const auto going = comm.start(send);
+  if (!comm.run(recv).is_ok() || !going->wait().is_ok() || taken.back() != 1.0f) return 4;
+  PeerStats stats = comm.peer_stats().at(0);
+  stats.counters.bytes_direct -= direct_before;
   *seen = {stats.transport, stats.counters.bytes_staged > 0, stats.counters.bytes_direct > 0};
   return 0;
 }

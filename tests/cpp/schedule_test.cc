@@ -21,7 +21,6 @@ const Subject kSubjects[] = {
     {"recursive_all_reduce", plan_recursive_all_reduce, OpKind::kAllReduce},
     {"swap_all_reduce", plan_swap_all_reduce, OpKind::kAllReduce, true},
     {"direct_all_reduce", plan_direct_all_reduce, OpKind::kAllReduce, true},
-    {"shared_all_reduce", plan_shared_all_reduce, OpKind::kAllReduce, true},
     {"direct_reduce", plan_direct_reduce, OpKind::kReduce, true},
     {"scattered_reduce", plan_scattered_reduce, OpKind::kReduce, true},
     {"direct_reduce_scatter", plan_direct_reduce_scatter, OpKind::kReduceScatter, true},

@@ -23,11 +23,13 @@ struct LinkOptions {
 Result<std::unique_ptr<CoreLink>> establish(Host& host, platform::UniqueFd socket,
                                             const LinkOptions& options, base::TimeNs deadline);
 
-// Extra sight that the flat exchange needs: the peer's sleep flags and its doorbell.
+// What ranks that share memory need of each other beside the link.
 struct PeerFlags {
   const std::atomic<std::uint32_t>* bell_armed;
   const std::atomic<std::uint32_t>* flat_sleepers;
   const platform::Doorbell* doorbell;
+  int pid;
+  bool can_be_read;  // this process may read the peer's memory
 };
 // `link` must come from establish().
 PeerFlags peer_flags(CoreLink& link);

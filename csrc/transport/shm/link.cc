@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/log.h"
+#include "kernels/reduce.h"
 #include "platform/sockets.h"
 #include "platform/system.h"
 #include "transport/shm/factory.h"
@@ -22,6 +23,7 @@ struct Peer {
   const SegmentHeader* header = nullptr;
   const Outbox* outbox = nullptr;  // its frames for us
   int pid = 0;
+  bool can_be_read = false;
 };
 
 class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
@@ -50,9 +52,11 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
 
   bool progress() override {
     if (!failure().is_ok()) return false;
-    const bool received = take_frames();
-    const bool sent = failure().is_ok() && publish_frames();
-    return received || sent;
+    // First what peers can work on while this side takes in theirs.
+    const bool announced = publish_frames();
+    const bool received = failure().is_ok() && take_frames();
+    const bool sent = received && failure().is_ok() && publish_frames();
+    return announced || received || sent;
   }
 
   // The socket carries nothing after the handshake; its end is the peer's.
@@ -118,7 +122,9 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
     PYCOMM_RETURN_IF_ERROR(core_.begin(frame));
     if (frame.payload_bytes > 0) {
       if (std::byte* target = core_.payload_target()) {
-        std::memcpy(target, peer_.outbox->blocks[block_tail_ % kNumBlocks], frame.payload_bytes);
+        kernels::copy(target, peer_.outbox->blocks[block_tail_ % kNumBlocks], frame.payload_bytes,
+                      frame.message_bytes >= kStreamedMessageBytesMin ? kernels::Stores::kStreamed
+                                                                      : kernels::Stores::kCached);
         core_.counters().bytes_staged += frame.payload_bytes;
       }
       ++block_tail_;
@@ -139,19 +145,28 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
       return true;
     }
     const std::uint64_t first = head_;
+    std::uint64_t unpublished_bytes = 0;
     while (MessageCore::OutFrame* frame = core_.front()) {
       const std::uint64_t bytes = frame->header.payload_bytes;
       if (head_ - tail == kNumFrames || (bytes > 0 && block_head_ - block_tail == kNumBlocks)) {
         break;
       }
       if (bytes > 0) {
-        std::memcpy(outbox_->blocks[block_head_ % kNumBlocks], frame->payload, bytes);
+        kernels::copy(
+            outbox_->blocks[block_head_ % kNumBlocks], frame->payload, bytes,
+            bytes >= kStreamedBytesMin ? kernels::Stores::kStreamed : kernels::Stores::kCached);
         core_.counters().bytes_staged += bytes;
+        unpublished_bytes += bytes;
         ++block_head_;
       }
       std::memcpy(&outbox_->frames[head_ % kNumFrames], &frame->header, sizeof(FrameHeader));
       ++head_;
       core_.pop();
+      if (unpublished_bytes >= kPublishBytes) {  // the peer copies out while this side copies in
+        outbox_->head.store(head_, std::memory_order_release);
+        unpublished_bytes = 0;
+        ring_peer();
+      }
     }
     if (head_ == first) return false;
     outbox_->head.store(head_, std::memory_order_release);
@@ -311,6 +326,10 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
     }
   }
 
+  // Blocks go past the cache: a store to a line that the peer's cache holds waits for that cache.
+  static constexpr std::uint64_t kStreamedBytesMin = 16 * 1024;
+  static constexpr std::uint64_t kStreamedMessageBytesMin = 8 * 1024 * 1024;
+  static constexpr std::uint64_t kPublishBytes = 128 * 1024;
   static constexpr int kRoundsMax = 8;  // then other links get their turn
 
   Host& host_;
@@ -408,6 +427,7 @@ Result<std::unique_ptr<CoreLink>> establish(Host& host, platform::UniqueFd socke
 
   // Second round: who can read whose memory.
   const bool pulls = options.allow_pull && probe_pull(peer.pid, theirs);
+  peer.can_be_read = pulls;
   PYCOMM_RETURN_IF_ERROR(
       platform::send_with_fds(socket.get(), pulls ? "pull" : "stage", {}, deadline));
   fds.clear();
@@ -424,7 +444,7 @@ Result<std::unique_ptr<CoreLink>> establish(Host& host, platform::UniqueFd socke
       options.eager_bytes_max < kBlockBytes ? options.eager_bytes_max : kBlockBytes;
   core.fragment_bytes_max = kBlockBytes;
   core.pulls = pulls;
-  core.peer_pulls = answer.value() == "pull";
+  core.peer_pulls = answer.value() == "pull" && !getenv("XSTAGE");
   guard.data = nullptr;
   return std::unique_ptr<CoreLink>(
       new ShmLink(host, std::move(socket), outbox, std::move(peer), core));
@@ -432,7 +452,8 @@ Result<std::unique_ptr<CoreLink>> establish(Host& host, platform::UniqueFd socke
 
 PeerFlags peer_flags(CoreLink& link) {
   const Peer& peer = static_cast<ShmLink&>(link).peer();
-  return {&peer.header->bell_armed, &peer.header->flat_sleepers, &peer.doorbell};
+  return {&peer.header->bell_armed, &peer.header->flat_sleepers, &peer.doorbell, peer.pid,
+          peer.can_be_read};
 }
 
 }  // namespace pycomm::transport::shm
