@@ -28,17 +28,19 @@ from pycomm.rendezvous import Place, Store, find_place, open_store
 from pycomm.work import SOURCE, Call, Work
 
 ReduceOp = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
-_REDUCE_OPS = {
-    "sum": _core.ReduceOp.SUM,
-    "avg": _core.ReduceOp.AVG,
-    "product": _core.ReduceOp.PRODUCT,
-    "min": _core.ReduceOp.MIN,
-    "max": _core.ReduceOp.MAX,
-    "band": _core.ReduceOp.BAND,
-    "bor": _core.ReduceOp.BOR,
-    "bxor": _core.ReduceOp.BXOR,
-}
-_Kind = _core.OpKind
+_REDUCE_OPS = _core.REDUCE_OPS
+_ALL_GATHER = _core.OP_KINDS["all_gather"]
+_ALL_REDUCE = _core.OP_KINDS["all_reduce"]
+_ALL_TO_ALL = _core.OP_KINDS["all_to_all"]
+_ALL_TO_ALL_UNEVEN = _core.OP_KINDS["all_to_all_uneven"]
+_BARRIER = _core.OP_KINDS["barrier"]
+_BROADCAST = _core.OP_KINDS["broadcast"]
+_GATHER = _core.OP_KINDS["gather"]
+_RECV = _core.OP_KINDS["recv"]
+_REDUCE = _core.OP_KINDS["reduce"]
+_REDUCE_SCATTER = _core.OP_KINDS["reduce_scatter"]
+_SCATTER = _core.OP_KINDS["scatter"]
+_SEND = _core.OP_KINDS["send"]
 # How often this process has met others under (rendezvous, name).
 _names_met: dict[tuple[str, str], int] = {}
 
@@ -86,6 +88,7 @@ class Communicator:
         self._store, self._values, self._job_ranks = store, values, job_ranks
         self._num_splits = 0
         self._group = _core.Group(store, place.rank, place.size, name, values, job_ranks)
+        self._run_thin = self._group.thin_entry()
 
     # ------------------------------------------------------------ reductions
 
@@ -94,7 +97,7 @@ class Communicator:
     ) -> Any:
         """Reduces over ranks, in place unless `out` is given; every rank has the result, with the
         same bits. 16-bit floats are added in float32."""
-        return self._run(_Kind.ALL_REDUCE, array, array if out is None else out, call, op=op)
+        return self._run(_ALL_REDUCE, array, array if out is None else out, call, op=op)
 
     def reduce(
         self,
@@ -107,25 +110,25 @@ class Communicator:
     ) -> Any:
         """Like all_reduce, for `root` only, in place there unless `out` is given."""
         target = (array if out is None else out) if self.rank == root else None
-        return self._run(_Kind.REDUCE, array, target, call, op=op, root=root)
+        return self._run(_REDUCE, array, target, call, op=op, root=root)
 
     def reduce_scatter(
         self, array: Any, op: ReduceOp = "sum", *, out: Any = None, **call: Unpack[Call]
     ) -> Any:
         """Reduces, and gives rank r the r-th of `size` equal parts along the first axis."""
         out = self._new_part(array, "reduce_scatter") if out is None else out
-        return self._run(_Kind.REDUCE_SCATTER, array, out, call, op=op)
+        return self._run(_REDUCE_SCATTER, array, out, call, op=op)
 
     # ------------------------------------------------------------ moves
 
     def broadcast(self, array: Any, *, root: int = 0, **call: Unpack[Call]) -> Any:
         """Overwrites `array` with the root's."""
-        return self._run(_Kind.BROADCAST, array, array, call, root=root)
+        return self._run(_BROADCAST, array, array, call, root=root)
 
     def all_gather(self, array: Any, *, out: Any = None, **call: Unpack[Call]) -> Any:
         """Everyone's arrays, stacked along a new first axis, on every rank."""
         out = self._new_stack(array, "all_gather") if out is None else out
-        return self._run(_Kind.ALL_GATHER, array, out, call)
+        return self._run(_ALL_GATHER, array, out, call)
 
     def gather(self, array: Any, *, root: int = 0, out: Any = None, **call: Unpack[Call]) -> Any:
         """Like all_gather, on `root` only; elsewhere None."""
@@ -133,12 +136,12 @@ class Communicator:
             out = None
         elif out is None:
             out = self._new_stack(array, "gather")
-        return self._run(_Kind.GATHER, array, out, call, root=root)
+        return self._run(_GATHER, array, out, call, root=root)
 
     def scatter(self, array: Any, out: Any, *, root: int = 0, **call: Unpack[Call]) -> Any:
         """Gives rank r the r-th of `size` equal parts of the root's `array` (elsewhere None)."""
         source = array if self.rank == root else None
-        return self._run(_Kind.SCATTER, source, out, call, root=root)
+        return self._run(_SCATTER, source, out, call, root=root)
 
     def all_to_all(
         self,
@@ -156,12 +159,12 @@ class Communicator:
         if send_counts is None or recv_counts is None:
             check_divides(array, self.size, "all_to_all")
             out = new_like(array, np.shape(array), "all_to_all") if out is None else out
-            return self._run(_Kind.ALL_TO_ALL, array, out, call)
+            return self._run(_ALL_TO_ALL, array, out, call)
         row = np.shape(array)[1:]
         if out is None:
             out = new_like(array, (sum(recv_counts), *row), "all_to_all")
         return self._run(
-            _Kind.ALL_TO_ALL_UNEVEN,
+            _ALL_TO_ALL_UNEVEN,
             array,
             out,
             call,
@@ -172,13 +175,13 @@ class Communicator:
 
     def barrier(self, **call: Unpack[Call]) -> Any:
         """Returns when every rank has called it."""
-        return self._run(_Kind.BARRIER, None, None, call)
+        return self._run(_BARRIER, None, None, call)
 
     # ------------------------------------------------------------ between two ranks
 
     def send(self, array: Any, to: int, *, tag: int = 0, **call: Unpack[Call]) -> Any:
         """Sends to one rank; messages of a pair and tag arrive in the order of the calls."""
-        return self._run(_Kind.SEND, array, None, call, root=to, tag=tag)
+        return self._run(_SEND, array, None, call, root=to, tag=tag)
 
     def recv(
         self, array: Any, source: int | None = None, *, tag: int = 0, **call: Unpack[Call]
@@ -187,8 +190,32 @@ class Communicator:
         rank that sent."""
         peer = _core.ANY_SOURCE if source is None else source
         later: Call = {**call, "async_op": True}
-        work = self._run(_Kind.RECV, None, array, later, root=peer, tag=tag, result=SOURCE)
+        work = self._run(_RECV, None, array, later, root=peer, tag=tag, result=SOURCE)
         return work if call.get("async_op") else work.wait()
+
+    def sendrecv(
+        self,
+        array: Any,
+        to: int,
+        out: Any,
+        source: int | None = None,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> Any:
+        """Sends `array` to one rank and receives `out` from `source` (None: from the same), at the
+        same time. Returns `out`."""
+        flat_in, flat_out = Flat(array, is_output=False), Flat(out, is_output=True)
+        self._group.exchange(
+            flat_in.memory,
+            to,
+            flat_out.memory,
+            to if source is None else source,
+            tag,
+            -1 if timeout is None else int(timeout * 1000),
+        )
+        flat_out.finish()
+        return out
 
     # ------------------------------------------------------------ groups
 
@@ -260,25 +287,32 @@ class Communicator:
 
     def _run(
         self,
-        kind: _core.OpKind,
+        kind: int,
         array: Any,
         out: Any,
         call: Call,
         *,
         op: ReduceOp = "sum",
+        root: int = 0,
         result: Any = None,
         **more: Any,
     ) -> Any:
         if op not in _REDUCE_OPS:
             raise ValueError(f"pycomm: op '{op}' is none of {', '.join(_REDUCE_OPS)}")
+        timeout, is_async = None, False
+        if call:
+            timeout, is_async = call.get("timeout"), call.get("async_op", False)
+        is_plain = timeout is None and not is_async and not more and result is None
+        if is_plain and self._run_thin(kind, array, out, _REDUCE_OPS[op], root):
+            return out
         flat_out = Flat(out, is_output=True)
         flat_in = flat_out if array is out else Flat(array, is_output=False)
-        timeout, is_async = call.get("timeout"), call.get("async_op", False)
         returned = (self._group.start if is_async else self._group.run)(
             kind,
             flat_in.memory,
             flat_out.memory,
             op=_REDUCE_OPS[op],
+            root=root,
             timeout_ms=-1 if timeout is None else int(timeout * 1000),
             **more,
         )

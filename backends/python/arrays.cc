@@ -78,10 +78,10 @@ std::optional<DType> from_dlpack(DLDataType type) {
 // Of the struct module's codes; integers by their size, which is the platform's.
 std::optional<DType> from_format(const char* format, std::size_t bytes) {
   if (format == nullptr) return DType::kUInt8;
-  std::string code = format;
-  if (!code.empty() && std::strchr("@=<", code[0]) != nullptr) code.erase(0, 1);
-  if (code == "d") return DType::kFloat64;
+  std::string_view code = format;
+  if (!code.empty() && std::strchr("@=<", code[0]) != nullptr) code.remove_prefix(1);
   if (code == "f") return DType::kFloat32;
+  if (code == "d") return DType::kFloat64;
   if (code == "e") return DType::kFloat16;
   if (code == "Zf") return DType::kComplex64;
   if (code == "Zd") return DType::kComplex128;
@@ -135,13 +135,31 @@ bool Array::take_buffer(const py::object& object, bool writable) {
     refuse(object, "holds Python objects, whose addresses mean nothing elsewhere");
   }
   if (PyBuffer_IsContiguous(&view_, 'C') == 0) refuse(object, "is not contiguous in C order");
+  read_view();
+  return true;
+}
+
+bool Array::take_plain(PyObject* object, bool writable) {
+  if (!PyObject_CheckBuffer(object)) return false;
+  const int flags = PyBUF_FORMAT | PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0);
+  if (PyObject_GetBuffer(object, &view_, flags) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  has_view_ = true;
+  if (view_.itemsize <= 0) return false;
+  if (view_.format != nullptr && std::strchr(view_.format, 'O') != nullptr) return false;
+  read_view();
+  return true;
+}
+
+void Array::read_view() {
   data_ = static_cast<std::byte*>(view_.buf);
   element_bytes_ = static_cast<std::uint64_t>(view_.itemsize);
   num_elements_ = static_cast<std::uint64_t>(view_.len / view_.itemsize);
   const auto dtype = from_format(view_.format, static_cast<std::size_t>(view_.itemsize));
   has_dtype_ = dtype.has_value();
   dtype_ = dtype.value_or(DType::kUInt8);
-  return true;
 }
 
 void Array::take_dlpack(const py::object& object) {

@@ -17,6 +17,9 @@ class Array {
   // on a device, holds Python objects, or is a read-only buffer and shall be written (DLPack does
   // not tell of read-only memory).
   Array(const pybind11::object& object, bool writable);
+  Array() = default;  // of nothing
+  // Takes a contiguous buffer; false for anything else, without an exception. Once.
+  bool take_plain(PyObject* object, bool writable);
   ~Array();
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
@@ -28,6 +31,7 @@ class Array {
   const DType* dtype() const { return has_dtype_ ? &dtype_ : nullptr; }
 
  private:
+  void read_view();
   bool take_buffer(const pybind11::object& object, bool writable);
   void take_dlpack(const pybind11::object& object);
 

@@ -71,55 +71,69 @@ class PythonStore final : public Store {
   py::object store_;
 };
 
-struct Arguments {
+// What is asked for, apart from the arrays.
+struct Call {
   OpKind kind;
-  py::object input;   // None where the operation reads nothing here
-  py::object output;  // None where it writes nothing
-  ReduceOp op;
-  Rank root;
-  std::uint32_t tag;
-  std::int64_t timeout_ms;
+  ReduceOp op = ReduceOp::kSum;
+  Rank root = 0;
+  std::uint32_t tag = 0;
+  std::int64_t timeout_ms = -1;
   std::vector<std::uint64_t> send_counts;  // rows
   std::vector<std::uint64_t> recv_counts;
-  std::uint64_t row_elements;
+  std::uint64_t row_elements = 1;
 };
 
-// An operation and the arrays that it works on. Its group holds it too, so that a handle that is
-// dropped takes no memory away from under the operation.
+struct Arguments {
+  Call call;
+  py::object input;   // None where the operation reads nothing here
+  py::object output;  // None where it writes nothing
+};
+
+// Operations and the arrays that they work on. Their group holds it too, so that a handle that is
+// dropped takes no memory away from under them.
 struct Running {
-  std::shared_ptr<Operation> operation;
+  std::vector<std::shared_ptr<Operation>> operations;
   std::vector<std::unique_ptr<Array>> arrays;
+
+  bool is_done() const {
+    return std::all_of(operations.begin(), operations.end(),
+                       [](const auto& operation) { return operation->is_done(); });
+  }
 };
 
 class Handle {
  public:
   explicit Handle(std::shared_ptr<Running> running) : running_(std::move(running)) {}
 
-  bool is_done() const { return running_->operation->is_done(); }
-  Rank source() const { return running_->operation->source(); }
+  bool is_done() const { return running_->is_done(); }
+  Rank source() const { return running_->operations.front()->source(); }
 
-  // Looks for signals in between, so that ctrl-C gets through.
   void wait(std::int64_t timeout_ms) {
+    const std::shared_ptr<Running> running = running_;
+    for (const auto& operation : running->operations) wait_for(*operation, timeout_ms);
+    running->arrays.clear();
+    for (const auto& operation : running->operations) check(operation->status());
+  }
+
+ private:
+  // Looks for signals in between, so that ctrl-C gets through.
+  static void wait_for(Operation& operation, std::int64_t timeout_ms) {
     constexpr std::int64_t kSliceMs = 50;
-    const std::shared_ptr<Operation> operation = running_->operation;
     Status status = Status::error(StatusCode::kTimeout, "not done yet");
     {
       py::gil_scoped_release no_gil;
-      for (std::int64_t waited = 0; !operation->is_done(); waited += kSliceMs) {
+      for (std::int64_t waited = 0; !operation.is_done(); waited += kSliceMs) {
         if (timeout_ms >= 0 && waited >= timeout_ms) break;
         status =
-            operation->wait(timeout_ms < 0 ? kSliceMs : std::min(timeout_ms - waited, kSliceMs));
-        const bool goes_on = !operation->is_done() && status.code() == StatusCode::kTimeout;
+            operation.wait(timeout_ms < 0 ? kSliceMs : std::min(timeout_ms - waited, kSliceMs));
+        const bool goes_on = !operation.is_done() && status.code() == StatusCode::kTimeout;
         if (!goes_on || has_signal()) break;
       }
     }
     rethrow_signal();
-    if (!operation->is_done()) return check(status);
-    running_->arrays.clear();
-    check(operation->status());
+    if (!operation.is_done()) check(status);
   }
 
- private:
   std::shared_ptr<Running> running_;
 };
 
@@ -155,7 +169,7 @@ class Group {
     }
     // What is not over even now (we are inside a signal handler of a call) keeps its memory.
     for (const auto& one : running) {
-      if (!one->operation->is_done()) new std::shared_ptr<Running>(one);
+      if (!one->is_done()) new std::shared_ptr<Running>(one);
     }
   }
 
@@ -172,17 +186,28 @@ class Group {
     check(status);
   }
 
-  std::unique_ptr<Handle> start(const Arguments& arguments) {
+  // run() of plain contiguous buffers, without what the general way costs; false if they are not.
+  bool run_thin(const Call& call, PyObject* input, PyObject* output) {
     const std::shared_ptr<Communicator> communicator = held();
-    auto running = std::make_shared<Running>();
-    const OpRequest request = to_request(arguments, &running->arrays);
-    {
-      py::gil_scoped_release no_gil;
-      running->operation = communicator->start(request);
-    }
-    std::erase_if(running_, [](const auto& r) { return r->operation->is_done(); });
-    running_.push_back(running);
-    return std::make_unique<Handle>(std::move(running));
+    Array in, out;
+    const bool is_in_place = input == output;
+    if (output != Py_None && !out.take_plain(output, true)) return false;
+    if (input != Py_None && !is_in_place && !in.take_plain(input, false)) return false;
+    const Array* reads = input == Py_None ? nullptr : is_in_place ? &out : &in;
+    const OpRequest request = to_request(call, reads, output == Py_None ? nullptr : &out);
+    PyThreadState* const thread = PyEval_SaveThread();
+    const Status status = communicator->run(request);
+    PyEval_RestoreThread(thread);
+    rethrow_signal();
+    check(status);
+    return true;
+  }
+
+  std::unique_ptr<Handle> start(const Arguments& arguments) { return start_all({&arguments}); }
+
+  // A receive and a send that need not wait for each other.
+  void exchange(const Arguments& receives, const Arguments& sends) {
+    start_all({&receives, &sends})->wait(-1);
   }
 
   std::shared_ptr<Communicator> held() const {
@@ -193,15 +218,39 @@ class Group {
   }
 
  private:
+  std::unique_ptr<Handle> start_all(std::initializer_list<const Arguments*> calls) {
+    const std::shared_ptr<Communicator> communicator = held();
+    auto running = std::make_shared<Running>();
+    std::vector<OpRequest> requests;
+    for (const Arguments* call : calls) requests.push_back(to_request(*call, &running->arrays));
+    {
+      py::gil_scoped_release no_gil;
+      for (const OpRequest& request : requests) {
+        running->operations.push_back(communicator->start(request));
+      }
+    }
+    std::erase_if(running_, [](const auto& r) { return r->is_done(); });
+    running_.push_back(running);
+    return std::make_unique<Handle>(std::move(running));
+  }
+
   OpRequest to_request(const Arguments& a, std::vector<std::unique_ptr<Array>>* arrays) const {
+    const Array* in = a.input.is_none() ? nullptr : take(a.input, false, arrays);
+    const Array* out = a.output.is_none() ? nullptr : take(a.output, true, arrays);
+    return to_request(a.call, in, out);
+  }
+
+  OpRequest to_request(const Call& a, const Array* in, const Array* out) const {
+    const auto kind = static_cast<int>(a.kind), op = static_cast<int>(a.op);
+    if (kind < 0 || kind >= kNumOpKinds || op < 0 || op >= kNumReduceOps) {
+      throw py::value_error("pycomm: no such operation");
+    }
     OpRequest request;
     request.kind = a.kind;
     request.op = a.op;
     request.root = a.root;
     request.tag = a.tag;
     request.timeout_ms = a.timeout_ms;
-    const Array* in = a.input.is_none() ? nullptr : take(a.input, false, arrays);
-    const Array* out = a.output.is_none() ? nullptr : take(a.output, true, arrays);
     if (in == nullptr && out == nullptr) return request;
     const Array& any = in != nullptr ? *in : *out;
     if (in != nullptr && out != nullptr &&
@@ -236,7 +285,7 @@ class Group {
   }
 
   // Elements of one rank's part; the sizes of what was given must fit it.
-  std::uint64_t count_of(const Arguments& a, const Array* in, const Array* out) const {
+  std::uint64_t count_of(const Call& a, const Array* in, const Array* out) const {
     const auto n = static_cast<std::uint64_t>(communicator_->world_size());
     const bool gathers = a.kind == OpKind::kAllGather || a.kind == OpKind::kGather;
     const bool spreads = a.kind == OpKind::kReduceScatter || a.kind == OpKind::kScatter;
@@ -272,29 +321,55 @@ class Group {
 
 }  // namespace
 
+namespace {
+
+// run(kind, input, output, op, root) -> bool, as a plain function of CPython: a call through
+// pybind11 costs as much as the exchange behind it.
+PyObject* run_thin(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  try {
+    if (num_args != 5) throw py::type_error("run_thin(kind, input, output, op, root)");
+    auto* group = static_cast<Group*>(PyCapsule_GetPointer(self, nullptr));
+    Call call;
+    call.kind = static_cast<OpKind>(PyLong_AsLong(args[0]));
+    call.op = static_cast<ReduceOp>(PyLong_AsLong(args[3]));
+    call.root = static_cast<Rank>(PyLong_AsLong(args[4]));
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    return PyBool_FromLong(group->run_thin(call, args[1], args[2]) ? 1 : 0);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyMethodDef kRunThin{"run_thin", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&run_thin)),
+                     METH_FASTCALL, nullptr};
+
+// Keeps the group for as long as the function lives.
+py::object thin_entry(const py::object& group) {
+  PyObject* capsule = PyCapsule_New(group.cast<Group*>(), nullptr, [](PyObject* self) {
+    Py_DECREF(static_cast<PyObject*>(PyCapsule_GetContext(self)));
+  });
+  if (capsule == nullptr) throw py::error_already_set();
+  PyCapsule_SetContext(capsule, py::object(group).release().ptr());
+  PyObject* function = PyCFunction_New(&kRunThin, capsule);
+  Py_DECREF(capsule);
+  if (function == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(function);
+}
+
+}  // namespace
+
 void bind_communicator(py::module_& m) {
-  py::enum_<OpKind>(m, "OpKind")
-      .value("BARRIER", OpKind::kBarrier)
-      .value("ALL_REDUCE", OpKind::kAllReduce)
-      .value("BROADCAST", OpKind::kBroadcast)
-      .value("ALL_GATHER", OpKind::kAllGather)
-      .value("REDUCE", OpKind::kReduce)
-      .value("REDUCE_SCATTER", OpKind::kReduceScatter)
-      .value("GATHER", OpKind::kGather)
-      .value("SCATTER", OpKind::kScatter)
-      .value("ALL_TO_ALL", OpKind::kAllToAll)
-      .value("ALL_TO_ALL_UNEVEN", OpKind::kAllToAllUneven)
-      .value("SEND", OpKind::kSend)
-      .value("RECV", OpKind::kRecv);
-  py::enum_<ReduceOp>(m, "ReduceOp")
-      .value("SUM", ReduceOp::kSum)
-      .value("AVG", ReduceOp::kAvg)
-      .value("PRODUCT", ReduceOp::kProduct)
-      .value("MIN", ReduceOp::kMin)
-      .value("MAX", ReduceOp::kMax)
-      .value("BAND", ReduceOp::kBitAnd)
-      .value("BOR", ReduceOp::kBitOr)
-      .value("BXOR", ReduceOp::kBitXor);
+  // As whole numbers: hashing and converting an enum would cost more than a small operation.
+  py::dict kinds, ops;
+  for (int kind = 0; kind < kNumOpKinds; ++kind) kinds[to_string(static_cast<OpKind>(kind))] = kind;
+  for (int op = 0; op < kNumReduceOps; ++op) ops[to_string(static_cast<ReduceOp>(op))] = op;
+  m.attr("OP_KINDS") = kinds;
+  m.attr("REDUCE_OPS") = ops;
   m.attr("ANY_SOURCE") = kAnySource;
   py::class_<Handle>(m, "Handle")
       .def("is_done", &Handle::is_done)
@@ -306,18 +381,26 @@ void bind_communicator(py::module_& m) {
             py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("name"),
             py::arg("settings"), py::arg("global_ranks"));
   group.def("close", &Group::close);
+  group.def("thin_entry", &thin_entry);
+  group.def("exchange", [](Group& self, py::object input, Rank to, py::object output, Rank source,
+                           std::uint32_t tag, std::int64_t timeout_ms) {
+    const ReduceOp op = ReduceOp::kSum;
+    self.exchange({{OpKind::kRecv, op, source, tag, timeout_ms, {}, {}, 1}, py::none(), output},
+                  {{OpKind::kSend, op, to, tag, timeout_ms, {}, {}, 1}, input, py::none()});
+  });
   const auto bind = [&](const char* name, auto method) {
     group.def(
         name,
-        [method](Group& self, OpKind kind, py::object input, py::object output, ReduceOp op,
-                 Rank root, std::uint32_t tag, std::int64_t timeout_ms,
-                 std::vector<std::uint64_t> send_counts, std::vector<std::uint64_t> recv_counts,
-                 std::uint64_t row_elements) {
-          return (self.*method)({kind, std::move(input), std::move(output), op, root, tag,
-                                 timeout_ms, std::move(send_counts), std::move(recv_counts),
-                                 row_elements});
+        [method](Group& self, int kind, py::object input, py::object output, int op, Rank root,
+                 std::uint32_t tag, std::int64_t timeout_ms, std::vector<std::uint64_t> send_counts,
+                 std::vector<std::uint64_t> recv_counts, std::uint64_t row_elements) {
+          return (self.*method)(
+              {{static_cast<OpKind>(kind), static_cast<ReduceOp>(op), root, tag, timeout_ms,
+                std::move(send_counts), std::move(recv_counts), row_elements},
+               std::move(input),
+               std::move(output)});
         },
-        py::arg("kind"), py::arg("input"), py::arg("output"), py::arg("op") = ReduceOp::kSum,
+        py::arg("kind"), py::arg("input"), py::arg("output"), py::arg("op") = 0,
         py::arg("root") = 0, py::arg("tag") = 0, py::arg("timeout_ms") = -1,
         py::arg("send_counts") = std::vector<std::uint64_t>(),
         py::arg("recv_counts") = std::vector<std::uint64_t>(), py::arg("row_elements") = 1);

@@ -111,11 +111,12 @@ class NumpyContestant:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
         def sendrecv(is_async: bool) -> Any:
-            works = [
+            if not is_async:
+                return comm.sendrecv(mine, right, out, left)
+            return [
                 comm.recv(out, left, async_op=True),
                 comm.send(mine, right, async_op=True),
             ]
-            return works if is_async else [work.wait() for work in works]
 
         self._issue = {
             "barrier": lambda a: comm.barrier(async_op=a),
