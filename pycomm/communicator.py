@@ -88,7 +88,7 @@ class Communicator:
         self._store, self._values, self._job_ranks = store, values, job_ranks
         self._num_splits = 0
         self._group = _core.Group(store, place.rank, place.size, name, values, job_ranks)
-        self._run_thin = self._group.thin_entry()
+        self._run_thin, self._exchange_thin = self._group.thin_entries()
 
     # ------------------------------------------------------------ reductions
 
@@ -97,7 +97,7 @@ class Communicator:
     ) -> Any:
         """Reduces over ranks, in place unless `out` is given; every rank has the result, with the
         same bits. 16-bit floats are added in float32."""
-        return self._run(_ALL_REDUCE, array, array if out is None else out, call, op=op)
+        return self._run(_ALL_REDUCE, array, array if out is None else out, call, op)
 
     def reduce(
         self,
@@ -110,20 +110,20 @@ class Communicator:
     ) -> Any:
         """Like all_reduce, for `root` only, in place there unless `out` is given."""
         target = (array if out is None else out) if self.rank == root else None
-        return self._run(_REDUCE, array, target, call, op=op, root=root)
+        return self._run(_REDUCE, array, target, call, op, root)
 
     def reduce_scatter(
         self, array: Any, op: ReduceOp = "sum", *, out: Any = None, **call: Unpack[Call]
     ) -> Any:
         """Reduces, and gives rank r the r-th of `size` equal parts along the first axis."""
         out = self._new_part(array, "reduce_scatter") if out is None else out
-        return self._run(_REDUCE_SCATTER, array, out, call, op=op)
+        return self._run(_REDUCE_SCATTER, array, out, call, op)
 
     # ------------------------------------------------------------ moves
 
     def broadcast(self, array: Any, *, root: int = 0, **call: Unpack[Call]) -> Any:
         """Overwrites `array` with the root's."""
-        return self._run(_BROADCAST, array, array, call, root=root)
+        return self._run(_BROADCAST, array, array, call, "sum", root)
 
     def all_gather(self, array: Any, *, out: Any = None, **call: Unpack[Call]) -> Any:
         """Everyone's arrays, stacked along a new first axis, on every rank."""
@@ -136,12 +136,12 @@ class Communicator:
             out = None
         elif out is None:
             out = self._new_stack(array, "gather")
-        return self._run(_GATHER, array, out, call, root=root)
+        return self._run(_GATHER, array, out, call, "sum", root)
 
     def scatter(self, array: Any, out: Any, *, root: int = 0, **call: Unpack[Call]) -> Any:
         """Gives rank r the r-th of `size` equal parts of the root's `array` (elsewhere None)."""
         source = array if self.rank == root else None
-        return self._run(_SCATTER, source, out, call, root=root)
+        return self._run(_SCATTER, source, out, call, "sum", root)
 
     def all_to_all(
         self,
@@ -163,7 +163,7 @@ class Communicator:
         row = np.shape(array)[1:]
         if out is None:
             out = new_like(array, (sum(recv_counts), *row), "all_to_all")
-        return self._run(
+        return self._run_any(
             _ALL_TO_ALL_UNEVEN,
             array,
             out,
@@ -181,7 +181,7 @@ class Communicator:
 
     def send(self, array: Any, to: int, *, tag: int = 0, **call: Unpack[Call]) -> Any:
         """Sends to one rank; messages of a pair and tag arrive in the order of the calls."""
-        return self._run(_SEND, array, None, call, root=to, tag=tag)
+        return self._run_any(_SEND, array, None, call, root=to, tag=tag)
 
     def recv(
         self, array: Any, source: int | None = None, *, tag: int = 0, **call: Unpack[Call]
@@ -190,7 +190,7 @@ class Communicator:
         rank that sent."""
         peer = _core.ANY_SOURCE if source is None else source
         later: Call = {**call, "async_op": True}
-        work = self._run(_RECV, None, array, later, root=peer, tag=tag, result=SOURCE)
+        work = self._run_any(_RECV, None, array, later, root=peer, tag=tag, result=SOURCE)
         return work if call.get("async_op") else work.wait()
 
     def sendrecv(
@@ -205,16 +205,13 @@ class Communicator:
     ) -> Any:
         """Sends `array` to one rank and receives `out` from `source` (None: from the same), at the
         same time. Returns `out`."""
-        flat_in, flat_out = Flat(array, is_output=False), Flat(out, is_output=True)
-        self._group.exchange(
-            flat_in.memory,
-            to,
-            flat_out.memory,
-            to if source is None else source,
-            tag,
-            -1 if timeout is None else int(timeout * 1000),
-        )
-        flat_out.finish()
+        source = to if source is None else source
+        if timeout is None and self._exchange_thin(array, to, out, source, tag):
+            return out
+        receiving = self.recv(out, source, tag=tag, timeout=timeout, async_op=True)
+        sending = self.send(array, to, tag=tag, timeout=timeout, async_op=True)
+        receiving.wait()
+        sending.wait()
         return out
 
     # ------------------------------------------------------------ groups
@@ -286,33 +283,26 @@ class Communicator:
         return new_like(array, (rows // self.size, *np.shape(array)[1:]), what)
 
     def _run(
-        self,
-        kind: int,
-        array: Any,
-        out: Any,
-        call: Call,
-        *,
-        op: ReduceOp = "sum",
-        root: int = 0,
-        result: Any = None,
-        **more: Any,
+        self, kind: int, array: Any, out: Any, call: Call, op: ReduceOp = "sum", root: int = 0
     ) -> Any:
-        if op not in _REDUCE_OPS:
+        code = _REDUCE_OPS.get(op)
+        if code is None:
             raise ValueError(f"pycomm: op '{op}' is none of {', '.join(_REDUCE_OPS)}")
-        timeout, is_async = None, False
-        if call:
-            timeout, is_async = call.get("timeout"), call.get("async_op", False)
-        is_plain = timeout is None and not is_async and not more and result is None
-        if is_plain and self._run_thin(kind, array, out, _REDUCE_OPS[op], root):
+        is_plain = not call or (call.get("timeout") is None and not call.get("async_op"))
+        if is_plain and self._run_thin(kind, array, out, code, root):
             return out
+        return self._run_any(kind, array, out, call, op=code, root=root)
+
+    def _run_any(
+        self, kind: int, array: Any, out: Any, call: Call, *, result: Any = None, **more: Any
+    ) -> Any:
         flat_out = Flat(out, is_output=True)
         flat_in = flat_out if array is out else Flat(array, is_output=False)
+        timeout, is_async = call.get("timeout"), call.get("async_op", False)
         returned = (self._group.start if is_async else self._group.run)(
             kind,
             flat_in.memory,
             flat_out.memory,
-            op=_REDUCE_OPS[op],
-            root=root,
             timeout_ms=-1 if timeout is None else int(timeout * 1000),
             **more,
         )

@@ -203,11 +203,42 @@ class Group {
     return true;
   }
 
-  std::unique_ptr<Handle> start(const Arguments& arguments) { return start_all({&arguments}); }
+  std::unique_ptr<Handle> start(const Arguments& arguments) {
+    const std::shared_ptr<Communicator> communicator = held();
+    auto running = std::make_shared<Running>();
+    const OpRequest request = to_request(arguments, &running->arrays);
+    {
+      py::gil_scoped_release no_gil;
+      running->operations.push_back(communicator->start(request));
+    }
+    std::erase_if(running_, [](const auto& r) { return r->is_done(); });
+    running_.push_back(running);
+    return std::make_unique<Handle>(std::move(running));
+  }
 
-  // A receive and a send that need not wait for each other.
-  void exchange(const Arguments& receives, const Arguments& sends) {
-    start_all({&receives, &sends})->wait(-1);
+  // A receive and a send that need not wait for each other, of plain contiguous buffers; false if
+  // they are not.
+  bool exchange_thin(PyObject* input, Rank to, PyObject* output, Rank source, std::uint32_t tag) {
+    const std::shared_ptr<Communicator> communicator = held();
+    auto in = std::make_unique<Array>(), out = std::make_unique<Array>();
+    if (!in->take_plain(input, false) || !out->take_plain(output, true)) return false;
+    const std::vector<OpRequest> requests{
+        to_request({OpKind::kRecv, ReduceOp::kSum, source, tag}, nullptr, out.get()),
+        to_request({OpKind::kSend, ReduceOp::kSum, to, tag}, in.get(), nullptr)};
+    std::vector<std::shared_ptr<Operation>> left;
+    PyThreadState* const thread = PyEval_SaveThread();
+    const Status status = communicator->run_all(requests, &left);
+    PyEval_RestoreThread(thread);
+    if (!left.empty()) {
+      auto running = std::make_shared<Running>();
+      running->operations = std::move(left);
+      running->arrays.push_back(std::move(in));
+      running->arrays.push_back(std::move(out));
+      running_.push_back(std::move(running));
+    }
+    rethrow_signal();
+    check(status);
+    return true;
   }
 
   std::shared_ptr<Communicator> held() const {
@@ -218,22 +249,6 @@ class Group {
   }
 
  private:
-  std::unique_ptr<Handle> start_all(std::initializer_list<const Arguments*> calls) {
-    const std::shared_ptr<Communicator> communicator = held();
-    auto running = std::make_shared<Running>();
-    std::vector<OpRequest> requests;
-    for (const Arguments* call : calls) requests.push_back(to_request(*call, &running->arrays));
-    {
-      py::gil_scoped_release no_gil;
-      for (const OpRequest& request : requests) {
-        running->operations.push_back(communicator->start(request));
-      }
-    }
-    std::erase_if(running_, [](const auto& r) { return r->is_done(); });
-    running_.push_back(running);
-    return std::make_unique<Handle>(std::move(running));
-  }
-
   OpRequest to_request(const Arguments& a, std::vector<std::unique_ptr<Array>>* arrays) const {
     const Array* in = a.input.is_none() ? nullptr : take(a.input, false, arrays);
     const Array* out = a.output.is_none() ? nullptr : take(a.output, true, arrays);
@@ -323,18 +338,12 @@ class Group {
 
 namespace {
 
-// run(kind, input, output, op, root) -> bool, as a plain function of CPython: a call through
-// pybind11 costs as much as the exchange behind it.
-PyObject* run_thin(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+// Plain functions of CPython: a call through pybind11 costs as much as the exchange behind it.
+template <class Body>
+PyObject* guarded(PyObject* capsule, Body&& body) {
   try {
-    if (num_args != 5) throw py::type_error("run_thin(kind, input, output, op, root)");
-    auto* group = static_cast<Group*>(PyCapsule_GetPointer(self, nullptr));
-    Call call;
-    call.kind = static_cast<OpKind>(PyLong_AsLong(args[0]));
-    call.op = static_cast<ReduceOp>(PyLong_AsLong(args[3]));
-    call.root = static_cast<Rank>(PyLong_AsLong(args[4]));
-    if (PyErr_Occurred() != nullptr) return nullptr;
-    return PyBool_FromLong(group->run_thin(call, args[1], args[2]) ? 1 : 0);
+    const bool is_done = body(*static_cast<Group*>(PyCapsule_GetPointer(capsule, nullptr)));
+    return PyBool_FromLong(is_done ? 1 : 0);
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const py::builtin_exception& error) {
@@ -345,20 +354,54 @@ PyObject* run_thin(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   return nullptr;
 }
 
-PyMethodDef kRunThin{"run_thin", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&run_thin)),
-                     METH_FASTCALL, nullptr};
+int to_int(PyObject* number) {
+  const long value = PyLong_AsLong(number);
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return static_cast<int>(value);
+}
 
-// Keeps the group for as long as the function lives.
-py::object thin_entry(const py::object& group) {
-  PyObject* capsule = PyCapsule_New(group.cast<Group*>(), nullptr, [](PyObject* self) {
-    Py_DECREF(static_cast<PyObject*>(PyCapsule_GetContext(self)));
+// (kind, input, output, op, root) -> whether it was done
+PyObject* run_thin(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return guarded(self, [&](Group& group) {
+    if (num_args != 5) throw py::type_error("run_thin takes 5 arguments");
+    Call call;
+    call.kind = static_cast<OpKind>(to_int(args[0]));
+    call.op = static_cast<ReduceOp>(to_int(args[3]));
+    call.root = static_cast<Rank>(to_int(args[4]));
+    return group.run_thin(call, args[1], args[2]);
   });
-  if (capsule == nullptr) throw py::error_already_set();
-  PyCapsule_SetContext(capsule, py::object(group).release().ptr());
-  PyObject* function = PyCFunction_New(&kRunThin, capsule);
-  Py_DECREF(capsule);
-  if (function == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(function);
+}
+
+// (input, to, output, source, tag) -> whether it was done
+PyObject* exchange_thin(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return guarded(self, [&](Group& group) {
+    if (num_args != 5) throw py::type_error("exchange_thin takes 5 arguments");
+    return group.exchange_thin(args[0], to_int(args[1]), args[2], to_int(args[3]),
+                               static_cast<std::uint32_t>(to_int(args[4])));
+  });
+}
+
+template <class Function>
+PyCFunction as_fast_call(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+}
+PyMethodDef kRunThin{"run_thin", as_fast_call(&run_thin), METH_FASTCALL, nullptr};
+PyMethodDef kExchangeThin{"exchange_thin", as_fast_call(&exchange_thin), METH_FASTCALL, nullptr};
+
+// Both, which keep the group for as long as they live.
+py::tuple thin_entries(const py::object& group) {
+  const auto capsule = py::reinterpret_steal<py::object>(PyCapsule_New(
+      group.cast<Group*>(), nullptr,
+      [](PyObject* self) { Py_DECREF(static_cast<PyObject*>(PyCapsule_GetContext(self))); }));
+  if (!capsule) throw py::error_already_set();
+  PyCapsule_SetContext(capsule.ptr(), py::object(group).release().ptr());
+  py::list functions;
+  for (PyMethodDef* method : {&kRunThin, &kExchangeThin}) {
+    const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(method, capsule.ptr()));
+    if (!function) throw py::error_already_set();
+    functions.append(function);
+  }
+  return functions;
 }
 
 }  // namespace
@@ -381,13 +424,7 @@ void bind_communicator(py::module_& m) {
             py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("name"),
             py::arg("settings"), py::arg("global_ranks"));
   group.def("close", &Group::close);
-  group.def("thin_entry", &thin_entry);
-  group.def("exchange", [](Group& self, py::object input, Rank to, py::object output, Rank source,
-                           std::uint32_t tag, std::int64_t timeout_ms) {
-    const ReduceOp op = ReduceOp::kSum;
-    self.exchange({{OpKind::kRecv, op, source, tag, timeout_ms, {}, {}, 1}, py::none(), output},
-                  {{OpKind::kSend, op, to, tag, timeout_ms, {}, {}, 1}, input, py::none()});
-  });
+  group.def("thin_entries", &thin_entries);
   const auto bind = [&](const char* name, auto method) {
     group.def(
         name,

@@ -24,6 +24,14 @@ std::uint64_t place_of(const LocalChannel& channel, Rank rank, const std::byte* 
   return reinterpret_cast<std::uint64_t>(data);
 }
 
+// Where every rank gives as much as it takes, one copy by the kernel may beat two through a window;
+// a lone giver is better off copying while the others copy out.
+bool is_worth_pulling(const GroupShape& shape, const OpRequest& request) {
+  const bool is_symmetric = request.kind == OpKind::kAllGather || request.kind == OpKind::kAllToAll;
+  return is_symmetric && request.bytes() >= shape.pull_bytes_min &&
+         request.bytes() < shape.pull_bytes_max;
+}
+
 // Whether results are so large that the cache would not keep them. In place they are in it already.
 // For this rank alone: peers need not agree.
 bool streams(const GroupShape& shape, const OpRequest& request, const Sizes& sizes) {
@@ -113,8 +121,8 @@ Result<LocalDecision> decide(const LocalChannel& channel, const GroupShape& shap
     if (plan.has_results() && plan.takes_results(p)) takers_are_mapped &= peer.output != nullptr;
     decision.peers.push_back(peer);
   }
-  const bool pulls = all_pull && channel.puller != nullptr && all_can_be_read &&
-                     sizes.input + sizes.output >= 2 * shape.pull_bytes_min;
+  const bool pulls =
+      all_pull && channel.puller != nullptr && all_can_be_read && is_worth_pulling(shape, request);
   plan.is_direct = (all_are_mapped && all_can_be_read) || pulls;
   plan.pushes = plan.is_direct && plan.has_results() && takers_are_mapped;
   const bool needs_windows = !plan.is_direct || (plan.has_results() && !plan.pushes);

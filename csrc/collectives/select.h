@@ -14,9 +14,10 @@ struct GroupShape {
   bool shares_memory = false;                     // every pair of ranks has a shared-memory link
   std::uint64_t recursive_bytes_max = 64 * 1024;  // below it latency counts more than bandwidth
   bool is_deterministic = false;                  // bits depend on nothing but the inputs
-  // Among ranks of one host: from here on tensors are read where they lie instead of copied through
+  // Among ranks of one host: parts of such sizes are read where they lie instead of copied through
   // windows; and moved results bypass the cache.
-  std::uint64_t pull_bytes_min = UINT64_MAX;
+  std::uint64_t pull_bytes_min = 64 * 1024;
+  std::uint64_t pull_bytes_max = 1024 * 1024;
   std::uint64_t stream_bytes_min = 8 * 1024 * 1024;
 };
 

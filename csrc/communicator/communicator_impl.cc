@@ -184,17 +184,33 @@ void CommunicatorImpl::leak() {
   for (auto& link : links_) new std::shared_ptr<transport::CoreLink>(std::move(link));
 }
 
-std::shared_ptr<Operation> CommunicatorImpl::start(const OpRequest& request) {
-  trace(request);
+std::shared_ptr<QueuedOperation> CommunicatorImpl::begin(const OpRequest& request,
+                                                         bool caller_waits) {
+  if (base::is_tracing()) trace(request);
   auto operation = std::make_shared<QueuedOperation>(engine_, request);
   if (Status status = check_usable(request); !status.is_ok()) {
     operation->complete(status);
   } else if (group_->is_in_handler_here()) {
     operation->complete(refuse_in_handler());
   } else {
-    submit(operation, false);
+    submit(operation, caller_waits);
   }
   return operation;
+}
+
+Status CommunicatorImpl::run_all(const std::vector<OpRequest>& requests,
+                                 std::vector<std::shared_ptr<Operation>>* left) {
+  std::vector<std::shared_ptr<QueuedOperation>> operations;
+  for (const OpRequest& request : requests) operations.push_back(begin(request, true));
+  Status first;
+  for (const auto& operation : operations) {
+    Status status = await(*operation);
+    if (first.is_ok()) first = std::move(status);
+  }
+  for (const auto& operation : operations) {
+    if (!operation->is_done()) left->push_back(operation);
+  }
+  return first;
 }
 
 }  // namespace pycomm::communicator

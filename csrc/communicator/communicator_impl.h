@@ -67,7 +67,11 @@ class CommunicatorImpl final : public Communicator {
     return await(*operation);
   }
 
-  std::shared_ptr<Operation> start(const OpRequest& request) override;
+  std::shared_ptr<Operation> start(const OpRequest& request) override {
+    return begin(request, false);
+  }
+  Status run_all(const std::vector<OpRequest>& requests,
+                 std::vector<std::shared_ptr<Operation>>* left) override;
 
   void abort(const std::string& reason) override {
     if (is_inherited()) return;
@@ -128,6 +132,7 @@ class CommunicatorImpl final : public Communicator {
     return status.is_ok() ? status : group.explain(status, request, op_number);
   }
 
+  std::shared_ptr<QueuedOperation> begin(const OpRequest& request, bool caller_waits);
   // An operation that goes through memory, driven by the caller. The group is owned, and released.
   Status run_local(const OpRequest& request);
   Status await(QueuedOperation& operation);

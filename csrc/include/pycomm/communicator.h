@@ -65,6 +65,10 @@ class Communicator {
   // Cost: up to 4 KiB among ranks of one host, one exchange of cache lines in the caller.
   virtual Status run(const OpRequest& request) = 0;
   virtual std::shared_ptr<Operation> start(const OpRequest& request) = 0;
+  // Starts all, in order, then waits for all; the first failure. What has not ended then (after a
+  // signal) is in `left`.
+  virtual Status run_all(const std::vector<OpRequest>& requests,
+                         std::vector<std::shared_ptr<Operation>>* left) = 0;
 
   // Ends every pending and later operation with kAborted.
   virtual void abort(const std::string& reason) = 0;
