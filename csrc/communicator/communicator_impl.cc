@@ -117,12 +117,14 @@ Status CommunicatorImpl::refuse_in_handler() {
 
 void CommunicatorImpl::sleep_on(const collectives::WaitingWord& word, std::int64_t timeout_ns) {
   auto& sleepers = engine_->host()->header().flat_sleepers;
+  engine_->begin_watching();
   sleepers.fetch_add(1, std::memory_order_seq_cst);
   if (!platform::process_barrier()) timeout_ns = std::min(timeout_ns, kUnfencedSleepNs);
   if (!word.has_changed() && !group_->has_failed()) {
     platform::futex_wait(word.word, word.seen, timeout_ns);
   }
   sleepers.fetch_sub(1, std::memory_order_relaxed);
+  engine_->end_watching();
 }
 
 Status CommunicatorImpl::run_local(const OpRequest& request) {

@@ -97,6 +97,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void abort_group(Group& group, const Status& status, Group::Tell tell = Group::Tell::kPeers);
   // Something outside the engine's sight changed: look now.
   void kick();
+  // While a caller waits long outside the engine: what peers say of a failure must not wait too.
+  void begin_watching();
+  void end_watching();
   // Runs on a completion thread. A callback may wait for another operation's callback: whoever
   // waits inside one holds up no other.
   void run_later(std::function<void()> callback);
@@ -178,7 +181,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::uint64_t next_token_ = kFirstLinkToken;
   std::vector<platform::Poller::Event> events_;
 
-  std::atomic<int> num_active_{0};      // queued operations of all groups
+  std::atomic<int> num_active_{0};       // queued operations of all groups
+  std::atomic<bool> has_unsent_{false};  // a link holds frames that found no room
+  std::atomic<int> num_watchers_{0};
   std::atomic<int> num_runners_{0};     // callers inside wait()
   std::atomic<bool> is_asleep_{false};  // the progress thread is in, or about to enter, epoll
   std::atomic<bool> is_stopping_{false};

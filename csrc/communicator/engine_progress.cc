@@ -55,6 +55,9 @@ bool Engine::progress() {
     for (auto& [id, peer] : links_) moved |= peer.link->progress();
   }
   num_active_.store(active);
+  bool has_unsent = false;
+  for (const auto& [id, peer] : links_) has_unsent |= !peer.link->is_flushed();
+  has_unsent_.store(has_unsent);
   return moved;
 }
 
@@ -99,7 +102,10 @@ void Engine::submit_point_to_point(Group& group, std::shared_ptr<QueuedOperation
     }
     group.start_point_to_point(std::move(operation), real_clock().now_ns());
     num_active_.fetch_add(1);
-    progress();
+    // What a receive takes in may take long: the waiter or the progress thread does it.
+    for (Link* link : group.context.links) {
+      if (link != nullptr) static_cast<transport::CoreLink*>(link)->flush();
+    }
   }
   if (is_active() && !caller_waits) kick();
 }
@@ -146,11 +152,24 @@ Status Engine::wait(QueuedOperation& operation, std::int64_t timeout_ms) {
   return Status();
 }
 
+// With nothing to do here, what peers send waits for the next call: a bell would only take this
+// processor from whoever computes on it.
 void Engine::arm_bell() {
-  if (host_)
-    host_->header().bell_armed.store(is_active() ? transport::shm::kBellAll
-                                                 : transport::shm::kBellMessages);
+  if (!host_) return;
+  const bool hears_messages = has_unsent_.load() || num_watchers_.load() > 0;
+  host_->header().bell_armed.store(is_active()      ? transport::shm::kBellAll
+                                   : hears_messages ? transport::shm::kBellMessages
+                                                    : transport::shm::kBellOff);
 }
+
+void Engine::begin_watching() {
+  num_watchers_.fetch_add(1);
+  if (num_runners_.load() > 0 || !is_asleep_.load()) return;  // someone looks
+  arm_bell();
+  look_once_more();
+}
+
+void Engine::end_watching() { num_watchers_.fetch_sub(1); }
 
 void Engine::begin_running() {
   num_runners_.fetch_add(1);
@@ -161,6 +180,7 @@ void Engine::begin_running() {
 // bell was armed must not be missed.
 void Engine::end_running() {
   if (num_runners_.fetch_sub(1) != 1) return;
+  if (!is_active() && !has_unsent_.load()) return;
   if (is_asleep_.load()) {
     arm_bell();
     look_once_more();

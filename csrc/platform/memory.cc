@@ -1,6 +1,7 @@
 #include "platform/memory.h"
 
 #include <fcntl.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -8,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <iterator>
 
 #include "platform/system.h"
 
@@ -94,6 +96,52 @@ bool read_process_memory(int pid, std::uint64_t address, std::byte* out, std::ui
     bytes -= static_cast<std::uint64_t>(n);
   }
   return true;
+}
+
+namespace {
+
+// Of <linux/fs.h> since 6.7, by their documented layout: older headers lack them.
+struct PageRegion {
+  std::uint64_t start;
+  std::uint64_t end;
+  std::uint64_t categories;
+};
+struct PageScan {
+  std::uint64_t size;
+  std::uint64_t flags;
+  std::uint64_t start;
+  std::uint64_t end;
+  std::uint64_t walk_end;
+  std::uint64_t vec;
+  std::uint64_t vec_len;
+  std::uint64_t max_pages;
+  std::uint64_t category_inverted;
+  std::uint64_t category_mask;
+  std::uint64_t category_anyof_mask;
+  std::uint64_t return_mask;
+};
+constexpr std::uint64_t kPageIsHuge = 1 << 6;
+constexpr unsigned long kPageScan = _IOWR('f', 16, PageScan);
+
+}  // namespace
+
+bool has_huge_pages(const std::byte* data, std::uint64_t bytes) {
+  constexpr std::uint64_t kPage = 4096, kSampleBytes = 8 << 20;
+  // Opened anew: a forked child's descriptor would still show its parent.
+  const UniqueFd pages(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
+  if (!pages) return false;
+  PageRegion region[4] = {};
+  PageScan scan{};
+  scan.size = sizeof scan;
+  scan.start = reinterpret_cast<std::uint64_t>(data) / kPage * kPage;
+  scan.end = scan.start + std::min(bytes, kSampleBytes) / kPage * kPage;
+  scan.vec = reinterpret_cast<std::uint64_t>(region);
+  scan.vec_len = std::size(region);
+  scan.category_mask = scan.return_mask = kPageIsHuge;
+  const int num_regions = ioctl(pages.get(), kPageScan, &scan);
+  std::uint64_t huge = 0;
+  for (int i = 0; i < num_regions; ++i) huge += region[i].end - region[i].start;
+  return 2 * huge > scan.end - scan.start;
 }
 
 void allow_memory_reads() {

@@ -58,6 +58,9 @@ Result<Mapping> map_sealed(int fd, std::uint64_t bytes_max, Access access);
 
 // Copies [address, address + bytes) of process `pid` to `out`. False with errno if refused.
 bool read_process_memory(int pid, std::uint64_t address, std::byte* out, std::uint64_t bytes);
+// Whether most of the first megabytes of [data, data + bytes) lie in huge pages; false where the
+// kernel does not tell (before Linux 6.7).
+bool has_huge_pages(const std::byte* data, std::uint64_t bytes);
 // Lets processes of the same user read this one's memory where Yama restricts that to children.
 void allow_memory_reads();
 

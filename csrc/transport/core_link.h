@@ -41,6 +41,9 @@ class CoreLink : public Link, public std::enable_shared_from_this<CoreLink> {
   virtual void end_writing() {}
   virtual bool awaits_peers_end() const { return false; }
 
+  // Lets what is queued here leave, and takes nothing in.
+  virtual void flush() { progress(); }
+
   void fail(const Status& status) { core_.fail(status); }
   const Status& failure() const { return core_.failure(); }
   bool peer_departed() const { return core_.peer_departed(); }

@@ -100,7 +100,8 @@ void MessageCore::send(Transfer& transfer) {
   header.set_id(transfer.id);
   header.signature = transfer.signature;
   header.message_bytes = transfer.bytes;
-  if (!is_small && options_.peer_pulls && pull_port_->announce(&slot)) {
+  if (!is_small && options_.peer_pulls &&
+      pull_port_->announce(transfer.data, transfer.bytes, &slot)) {
     header.argument = reinterpret_cast<std::uint64_t>(transfer.data);
     header.key = slot;
     transfer.slot = std::uint64_t{slot} + 1;  // zero: not announced

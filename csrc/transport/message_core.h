@@ -36,8 +36,9 @@ struct CoreOptions {
 class PullPort {
  public:
   virtual ~PullPort() = default;
-  // A slot for one announcement, or false if none is free. revoke() or a kPulled frees it.
-  virtual bool announce(std::uint32_t* slot) = 0;
+  // A slot for one announcement, or false if none is free or the memory is better sent. revoke()
+  // or a kPulled frees it.
+  virtual bool announce(const std::byte* data, std::uint64_t bytes, std::uint32_t* slot) = 0;
   virtual void revoke(std::uint32_t slot) = 0;
   // Copies from the peer; fails if the announcement was revoked meanwhile.
   virtual Status pull(std::uint32_t slot, std::uint64_t address, std::byte* out,
@@ -106,6 +107,9 @@ class MessageCore final : public RemoteMemory {
   void send_whereabouts(const Whereabouts& mine);
   std::vector<Whereabouts> take_whereabouts() { return std::exchange(whereabouts_, {}); }
   bool is_idle() const { return outgoing_.empty(); }
+  // Reads the next announced message that is wanted here, all of it; false if there is none. Not
+  // done where it is noticed: what this side has to announce itself goes first.
+  bool pull_next();
 
   LinkCounters& counters() { return counters_; }
   const LinkCounters& counters() const { return counters_; }
@@ -150,6 +154,7 @@ class MessageCore final : public RemoteMemory {
   void give_window_back(std::uint64_t bytes);
   bool matches(Transfer& transfer, const FrameHeader& header);
   void accept_request(Transfer& transfer, const FrameHeader& header);
+  void pull(Transfer& transfer, const FrameHeader& header);
   Status begin_eager(const FrameHeader& header);
   Status begin_data(const FrameHeader& header);
   Status begin_write(const FrameHeader& header);
@@ -184,6 +189,7 @@ class MessageCore final : public RemoteMemory {
   Status failure_;
   bool departed_ = false;
   bool said_goodbye_ = false;
+  std::deque<FrameHeader> due_;  // of posts that can be pulled
   std::vector<GroupNotice> notices_;
   std::vector<Whereabouts> whereabouts_;
   LinkCounters counters_;

@@ -168,6 +168,22 @@ void MessageCore::accept_request(Transfer& transfer, const FrameHeader& header) 
   }
   const bool may_pull = options_.pulls && header.argument != 0;
   if (!may_pull) return emit_clear(transfer);
+  due_.push_back(header);
+}
+
+bool MessageCore::pull_next() {
+  while (!due_.empty()) {
+    const FrameHeader header = due_.front();
+    due_.pop_front();
+    const auto it = posts_.find(header.id());
+    if (it == posts_.end()) continue;  // cancelled meanwhile
+    pull(*it->second, header);
+    return true;
+  }
+  return false;
+}
+
+void MessageCore::pull(Transfer& transfer, const FrameHeader& header) {
   posts_.erase(transfer.id);
   Status status = pull_port_->pull(header.key, header.argument, transfer.data, transfer.bytes);
   if (status.is_ok()) {
@@ -280,6 +296,7 @@ void MessageCore::fail(const Status& status) {
   unexpected_.clear();
   early_clears_.clear();
   regions_.clear();
+  due_.clear();
 }
 
 }  // namespace pycomm::transport

@@ -11,7 +11,7 @@ class FakePort final : public PullPort {
  public:
   std::uint32_t next_key = 0;
   std::vector<std::uint32_t> revoked;
-  bool announce(std::uint32_t* key) override {
+  bool announce(const std::byte*, std::uint64_t, std::uint32_t* key) override {
     *key = next_key;
     return true;
   }

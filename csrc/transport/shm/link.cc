@@ -53,10 +53,15 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
   bool progress() override {
     if (!failure().is_ok()) return false;
     // First what peers can work on while this side takes in theirs.
-    const bool announced = publish_frames();
-    const bool received = failure().is_ok() && take_frames();
-    const bool sent = received && failure().is_ok() && publish_frames();
-    return announced || received || sent;
+    bool moved = publish_frames();
+    if (failure().is_ok()) moved |= take_frames();
+    if (failure().is_ok() && core_.pull_next()) moved = true;
+    if (failure().is_ok()) moved |= publish_frames();
+    return moved;
+  }
+
+  void flush() override {
+    if (failure().is_ok()) publish_frames();
   }
 
   // The socket carries nothing after the handshake; its end is the peer's.
@@ -175,7 +180,8 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
   }
 
   // --- PullPort: the key is the slot in the low byte and its generation above.
-  bool announce(std::uint32_t* key) override {
+  bool announce(const std::byte* data, std::uint64_t bytes, std::uint32_t* key) override {
+    if (bytes >= kSmallPagesBytesMax && !platform::has_huge_pages(data, bytes)) return false;
     for (std::uint32_t i = 0; i < kNumAnnouncements; ++i) {
       const std::uint32_t slot = (next_slot_ + i) % kNumAnnouncements;
       const std::uint64_t generation = outbox_->announcements[slot].load();
@@ -329,6 +335,8 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
   // Blocks go past the cache: a store to a line that the peer's cache holds waits for that cache.
   static constexpr std::uint64_t kStreamedBytesMin = 16 * 1024;
   static constexpr std::uint64_t kStreamedMessageBytesMin = 8 * 1024 * 1024;
+  // The kernel reads small pages one by one: from here on two copies are faster than its one.
+  static constexpr std::uint64_t kSmallPagesBytesMax = 8 * 1024 * 1024;
   static constexpr std::uint64_t kPublishBytes = 128 * 1024;
   static constexpr int kRoundsMax = 8;  // then other links get their turn
 
