@@ -127,6 +127,7 @@ Result<LocalDecision> decide(const LocalChannel& channel, const GroupShape& shap
   plan.pushes = plan.is_direct && plan.has_results() && takers_are_mapped;
   const bool needs_windows = !plan.is_direct || (plan.has_results() && !plan.pushes);
   if (needs_windows && !all_have_windows) return decision;
+  plan.caches_windows = shape.is_crowded;
   plan.is_streamed = streams(shape, request, sizes);
   cut_into_rounds(plan, request.splits ? longest_split : plan.longest(), element_bytes,
                   channel.window_bytes);

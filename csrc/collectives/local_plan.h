@@ -30,9 +30,10 @@ struct LocalPlan {
   Rank rank = 0;                   // mine
   std::uint64_t chunk = 1;         // elements of a round
   std::uint64_t rounds = 0;
-  bool is_direct = false;    // takers read givers' tensors, else windows
-  bool pushes = false;       // folded results go straight into the tensors of all takers
-  bool is_streamed = false;  // results bypass the cache
+  bool is_direct = false;       // takers read givers' tensors, else windows
+  bool pushes = false;          // folded results go straight into the tensors of all takers
+  bool is_streamed = false;     // results bypass the cache
+  bool caches_windows = false;  // else what goes into windows does
 
   bool folds() const { return reduces(kind); }
   // Whether a giver's chunk is the same for everyone.

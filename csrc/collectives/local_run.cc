@@ -214,7 +214,7 @@ void LocalRun::give(std::uint64_t c) {
     const Span span = chunk_of(whole, plan_.chunk, c);
     if (span.count == 0) return;
     kernels::copy(channel_.window + cell_offset(c, cell), request_.input_at(span.offset),
-                  bytes_of(span.count), kernels::Stores::kStreamed);
+                  bytes_of(span.count), window_stores());
   };
   const Rank me = plan_.rank;
   if (plan_.is_common()) {
@@ -267,7 +267,12 @@ void LocalRun::fold(std::uint64_t c) {
       outputs[static_cast<std::size_t>(num_outputs++)] = request_.output_at(at);
     }
     if (plan_.kind == OpKind::kAllReduce || (plan_.has_results() && me != plan_.root)) {
-      streamed[static_cast<std::size_t>(num_streamed++)] = channel_.window + cell_offset(c, me);
+      std::byte* cell = channel_.window + cell_offset(c, me);
+      if (plan_.caches_windows) {
+        outputs[static_cast<std::size_t>(num_outputs++)] = cell;
+      } else {
+        streamed[static_cast<std::size_t>(num_streamed++)] = cell;
+      }
     }
   }
   kernels::fold({outputs.data(), num_outputs, streamed.data(), num_streamed}, inputs.data(), n_,

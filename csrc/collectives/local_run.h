@@ -109,6 +109,11 @@ class LocalRun {
   kernels::Stores stores() const {
     return plan_.is_streamed ? kernels::Stores::kStreamed : kernels::Stores::kCached;
   }
+  // A store to a line that another processor's cache holds waits for that cache: past it is faster,
+  // but among ranks of one processor.
+  kernels::Stores window_stores() const {
+    return plan_.caches_windows ? kernels::Stores::kCached : kernels::Stores::kStreamed;
+  }
   bool reads_me(Rank peer) const;
   bool touches_me(Rank peer) const;
   bool takes_my_result(Rank peer) const;

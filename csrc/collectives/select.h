@@ -14,6 +14,7 @@ struct GroupShape {
   bool shares_memory = false;                     // every pair of ranks has a shared-memory link
   std::uint64_t recursive_bytes_max = 64 * 1024;  // below it latency counts more than bandwidth
   bool is_deterministic = false;                  // bits depend on nothing but the inputs
+  bool is_crowded = false;  // ranks of the host share processors, hence caches
   // Among ranks of one host: parts of such sizes are read where they lie instead of copied through
   // windows; and moved results bypass the cache.
   std::uint64_t pull_bytes_min = 64 * 1024;

@@ -28,6 +28,7 @@ struct Hello {
   std::string tcp_local_address;  // for ranks on the same host
   std::uint16_t tcp_port = 0;
   bool has_secret = false;
+  std::string cpus;         // processors that this rank may run on, platform::allowed_cpus()
   std::uint64_t nonce = 0;  // rank 0's becomes the group's id
 };
 
@@ -37,6 +38,9 @@ Result<Hello> decode(const std::string& text);
 
 // The first difference that matters, naming both ranks and both values.
 Status compare(const std::vector<Hello>& hellos);
+
+// Processors that any of them may run on.
+int num_cpus(const std::vector<Hello>& hellos);
 
 // Which transport two processes use; decided alike on both sides.
 enum class Path { kShm, kTcp };

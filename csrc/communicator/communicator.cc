@@ -48,6 +48,7 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
   hello.tcp_local_address = listen.empty() ? "127.0.0.1" : listen;
   hello.tcp_port = engine.tcp_listener().port;
   hello.has_secret = !options.secret.empty();
+  hello.cpus = platform::allowed_cpus();
   hello.nonce = platform::random_u64() >> 1;  // bit 63 is the engine's, see kArenaRegion
   return hello;
 }
@@ -214,6 +215,7 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
   }
   context.shape.shares_memory = all_share;
   context.shape.is_deterministic = options.deterministic;
+  context.shape.is_crowded = world_size > num_cpus(hellos.value());
   for (const auto& link : links.value()) context.links.push_back(link.get());
   context.departed = std::make_unique<std::atomic<bool>[]>(static_cast<std::size_t>(world_size));
   if (engine->knows_group(context.group)) {

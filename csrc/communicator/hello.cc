@@ -1,4 +1,6 @@
 // Encoding, decoding and comparing hellos.
+#include <algorithm>
+#include <bit>
 #include <charconv>
 #include <map>
 
@@ -29,9 +31,11 @@ bool parse(const std::string& text, T* out) {
   return error == std::errc() && end == text.data() + text.size();
 }
 
-bool is_process_id(const std::string& text) {
-  return text.size() == 32 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
+bool is_hexadecimal(const std::string& text) {
+  return text.find_first_not_of("0123456789abcdef") == std::string::npos;
 }
+
+bool is_process_id(const std::string& text) { return text.size() == 32 && is_hexadecimal(text); }
 
 }  // namespace
 
@@ -46,7 +50,8 @@ std::string encode(const Hello& h) {
          line("shm_refusal", h.shm_refusal) + line("local_name", h.local_name) +
          line("tcp_address", h.tcp_address) + line("tcp_local_address", h.tcp_local_address) +
          line("tcp_port", std::to_string(h.tcp_port)) +
-         line("has_secret", h.has_secret ? "1" : "0") + line("nonce", std::to_string(h.nonce));
+         line("has_secret", h.has_secret ? "1" : "0") + line("cpus", h.cpus) +
+         line("nonce", std::to_string(h.nonce));
 }
 
 Result<Hello> decode(const std::string& text) {
@@ -78,10 +83,11 @@ Result<Hello> decode(const std::string& text) {
   h.tcp_address = fields["tcp_address"];
   h.tcp_local_address = fields["tcp_local_address"];
   h.has_secret = fields["has_secret"] == "1";
-  const bool is_valid = parse(fields["world_size"], &h.world_size) &&
-                        parse(fields["tcp_port"], &h.tcp_port) &&
-                        parse(fields["nonce"], &h.nonce) && h.nonce >> 63 == 0 &&
-                        is_process_id(h.process_id) && h.local_name.size() <= 100;
+  h.cpus = fields["cpus"];
+  const bool is_valid =
+      parse(fields["world_size"], &h.world_size) && parse(fields["tcp_port"], &h.tcp_port) &&
+      parse(fields["nonce"], &h.nonce) && h.nonce >> 63 == 0 && is_process_id(h.process_id) &&
+      h.local_name.size() <= 100 && is_hexadecimal(h.cpus);
   if (!is_valid) return malformed;
   return h;
 }
@@ -122,6 +128,20 @@ Status compare(const std::vector<Hello>& hellos) {
     }
   }
   return Status();
+}
+
+int num_cpus(const std::vector<Hello>& hellos) {
+  std::vector<int> together;
+  for (const Hello& hello : hellos) {
+    together.resize(std::max(together.size(), hello.cpus.size()));
+    for (std::size_t i = 0; i < hello.cpus.size(); ++i) {
+      const char digit = hello.cpus[i];
+      together[i] |= digit <= '9' ? digit - '0' : digit - 'a' + 10;
+    }
+  }
+  int count = 0;
+  for (const int four : together) count += std::popcount(static_cast<unsigned>(four));
+  return count;
 }
 
 Path choose_path(const Hello& a, const Hello& b) {

@@ -174,6 +174,20 @@ std::string shared_memory_domain() { return host_identity() + "/uid" + std::to_s
 
 int process_id() { return getpid(); }
 
+std::string allowed_cpus() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  sched_getaffinity(0, sizeof allowed, &allowed);
+  std::string digits;
+  for (int first = 0; first + 4 <= CPU_SETSIZE; first += 4) {
+    int four = 0;
+    for (int k = 0; k < 4; ++k) four |= CPU_ISSET(first + k, &allowed) ? 1 << k : 0;
+    digits += "0123456789abcdef"[four];
+  }
+  digits.erase(digits.find_last_not_of('0') + 1);
+  return digits;
+}
+
 bool pin_thread_to_allowed_cpu(int index) {
   cpu_set_t allowed;
   CPU_ZERO(&allowed);

@@ -53,6 +53,9 @@ std::string shared_memory_domain();
 std::string host_identity();
 
 int process_id();
+// The processors that this process may run on, four a hexadecimal digit, the first in the lowest
+// bit of the first digit.
+std::string allowed_cpus();
 // Restricts the calling thread to the index-th allowed processor; false if there is none.
 bool pin_thread_to_allowed_cpu(int index);
 

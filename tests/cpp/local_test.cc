@@ -44,6 +44,7 @@ class LocalGroup : public collectives::Puller {
       context->shape.pull_bytes_min = 0;
       context->shape.pull_bytes_max = pulls ? UINT64_MAX : 0;
       context->shape.stream_bytes_min = 256 * 1024;
+      context->shape.is_crowded = world_size % 2 == 1;
       std::vector<std::byte*> flat;
       LocalChannel& local = context->local;
       for (std::size_t p = 0; p < n; ++p) {
