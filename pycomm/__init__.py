@@ -24,6 +24,7 @@ from pycomm.errors import (
 
 if TYPE_CHECKING:
     from pycomm.communicator import Communicator
+    from pycomm.shared import shared_empty, shared_memory, shared_memory_stats
     from pycomm.work import Work
 
 __version__ = "0.1.0"
@@ -39,6 +40,9 @@ __all__ = [
     "Work",
     "__version__",
     "register",
+    "shared_empty",
+    "shared_memory",
+    "shared_memory_stats",
 ]
 
 
@@ -48,6 +52,10 @@ def __getattr__(name: str) -> Any:
         from pycomm import communicator
 
         return getattr(communicator, name)
+    if name in ("shared_empty", "shared_memory", "shared_memory_stats"):
+        from pycomm import shared
+
+        return getattr(shared, name)
     raise AttributeError(f"module 'pycomm' has no attribute '{name}'")
 
 

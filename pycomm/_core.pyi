@@ -11,6 +11,10 @@ class Handle:
     @property
     def source(self) -> int: ...
 
+class SharedBuffer:
+    def __init__(self, bytes: int) -> None: ...
+    def __buffer__(self, flags: int) -> memoryview: ...
+
 class Group:
     def __init__(
         self,

@@ -89,6 +89,17 @@ struct Arguments {
   py::object output;  // None where it writes nothing
 };
 
+// Shared memory as a buffer of bytes.
+struct SharedBuffer {
+  explicit SharedBuffer(std::uint64_t size) : bytes(size) {
+    auto memory = allocate_shared_memory(size);
+    if (!memory.is_ok()) raise(memory.status());
+    data = std::move(memory).value();
+  }
+  std::uint64_t bytes;
+  std::shared_ptr<std::byte> data;
+};
+
 // Operations and the arrays that they work on. Their group holds it too, so that a handle that is
 // dropped takes no memory away from under them.
 struct Running {
@@ -418,6 +429,12 @@ void bind_communicator(py::module_& m) {
       .def("is_done", &Handle::is_done)
       .def("wait", &Handle::wait, py::arg("timeout_ms") = -1)
       .def_property_readonly("source", &Handle::source);
+  py::class_<SharedBuffer>(m, "SharedBuffer", py::buffer_protocol())
+      .def(py::init<std::uint64_t>(), py::arg("bytes"))
+      .def_buffer([](SharedBuffer& self) {
+        return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.data.get()),
+                               static_cast<py::ssize_t>(self.bytes));
+      });
   py::class_<Group> group(m, "Group");
   group.def(py::init<py::object, Rank, int, const std::string&,
                      const std::map<std::string, std::string>&, const std::vector<int>&>(),

@@ -2,6 +2,7 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "allocator.h"
 #include "process_group.h"
 #include "python/rows.h"
 
@@ -43,5 +44,19 @@ PYBIND11_MODULE(_torch, m) {
   m.def("create_process_group", &pycomm::torch_backend::create_process_group, py::arg("store"),
         py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
         py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>());
+  m.def("share_all_tensors", &pycomm::torch_backend::share_all_tensors);
+  m.def("begin_sharing_tensors", &pycomm::torch_backend::begin_sharing_tensors);
+  m.def("end_sharing_tensors", &pycomm::torch_backend::end_sharing_tensors);
+  m.def("is_shared", [](const at::Tensor& tensor) {
+    return pycomm::torch_backend::is_shared(tensor.const_data_ptr());
+  });
+  m.def("allocator_stats", [] {
+    const auto stats = pycomm::torch_backend::allocator_stats();
+    py::dict result;
+    result["shared_bytes"] = stats.shared_bytes;
+    result["num_shared"] = stats.num_shared;
+    result["num_refused"] = stats.num_refused;
+    return result;
+  });
   m.def("shutdown_process", &pycomm::shutdown_process, py::call_guard<py::gil_scoped_release>());
 }

@@ -69,7 +69,7 @@ WorkPtr ProcessGroup::allreduce_coalesced(Tensors& tensors,
     staged.push_back(stage_all_reduce(tensor, options.reduceOp));
   }
   return issue({OpType::ALLREDUCE_COALESCED, "pycomm:all_reduce"}, std::move(staged), tensors,
-               tensors, options.timeout, true);
+               tensors, options.timeout);
 }
 
 WorkPtr ProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
@@ -132,7 +132,7 @@ WorkPtr ProcessGroup::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors&
     staged.push_back(stage_reduce_scatter(outputs[i], inputs[i], options.reduceOp));
   }
   return issue({OpType::REDUCE_SCATTER_TENSOR_COALESCED, "pycomm:reduce_scatter"},
-               std::move(staged), inputs, outputs, options.timeout, true);
+               std::move(staged), inputs, outputs, options.timeout);
 }
 
 // ---------------------------------------------------------------- moves
@@ -174,7 +174,7 @@ WorkPtr ProcessGroup::allgather_into_tensor_coalesced(Tensors& outputs, Tensors&
     staged.push_back(stage_all_gather(outputs[i], inputs[i]));
   }
   return issue({OpType::COALESCED, "pycomm:all_gather"}, std::move(staged), inputs, outputs,
-               options.timeout, true);
+               options.timeout);
 }
 
 void ProcessGroup::check_rank_list(const Tensors& list, const char* operation) const {
@@ -216,7 +216,7 @@ WorkPtr ProcessGroup::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
     all.insert(all.end(), parts.begin(), parts.end());
   }
   return issue({OpType::ALLGATHER_COALESCED, "pycomm:all_gather"}, std::move(staged), inputs, all,
-               options.timeout, true);
+               options.timeout);
 }
 
 WorkPtr ProcessGroup::gather(TensorLists& outputs, Tensors& inputs,
@@ -411,8 +411,8 @@ WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOp
   if (options.reduceOp.op_ == c10d::ReduceOp::AVG) sum = sum / getSize();
   at::Tensor result = tensor;
   result.copy_(sum.coalesce());
-  auto work = c10::make_intrusive<Work>(getRank(), OpType::_ALLREDUCE_SPARSE,
-                                        "pycomm:sparse_all_reduce", tensors, tensors);
+  auto work = c10::make_intrusive<DoneWork>(getRank(), OpType::_ALLREDUCE_SPARSE,
+                                            "pycomm:sparse_all_reduce", tensors, tensors);
   work->set_done(Status());
   return work;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "allocator.h"
 #include "python/signals.h"
 
 namespace pycomm::torch_backend {
@@ -73,32 +74,12 @@ std::shared_ptr<Communicator> ProcessGroup::communicator() {
 
 // What an operation's copies and timeouts need is decided here, once for all of them.
 WorkPtr ProcessGroup::issue(Title title, std::vector<Staged> staged, Tensors inputs,
-                            Tensors outputs, std::chrono::milliseconds timeout, bool is_async) {
+                            Tensors outputs, std::chrono::milliseconds timeout) {
   const std::shared_ptr<Communicator> communicator = this->communicator();
   auto work = c10::make_intrusive<Work>(getRank(), title.type, title.text, std::move(inputs),
                                         std::move(outputs));
-  const auto chosen = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
-  for (Staged& one : staged) {
-    one.request.timeout_ms = chosen.count();
-    one.part_ways(getRank());
-  }
-  c10::intrusive_ptr<Work> together;
-  {
-    std::lock_guard lock(coalescing_mutex_);
-    if (coalesced_ && coalescing_thread_ == std::this_thread::get_id()) together = coalesced_;
-  }
-  if (!is_async && staged.size() == 1 && !together) {
-    // Peers that are stopped inside it may touch large tensors after it has failed here.
-    constexpr std::uint64_t kSmallBytes = 4096;
-    if (staged[0].request.splits || staged[0].request.bytes() > kSmallBytes) {
-      staged[0].request.keepalive = staged[0].keepalive();
-    }
-    const Status status = communicator->run(staged[0].request);
-    python::rethrow_signal();
-    if (status.is_ok()) staged[0].finish();
-    work->set_done(status);
-    return work;
-  }
+  for (Staged& one : staged) prepare(one, timeout);
+  const c10::intrusive_ptr<Work> together = coalescing_here();
   std::vector<std::shared_ptr<Operation>> operations;
   for (Staged& one : staged) {
     one.request.keepalive = one.keepalive();
@@ -120,16 +101,51 @@ WorkPtr ProcessGroup::issue(Title title, std::vector<Staged> staged, Tensors inp
   return work;
 }
 
+void ProcessGroup::prepare(Staged& staged, std::chrono::milliseconds timeout) const {
+  const auto chosen = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
+  staged.request.timeout_ms = chosen.count();
+  staged.part_ways(getRank());
+}
+
+c10::intrusive_ptr<Work> ProcessGroup::coalescing_here() {
+  if (!is_coalescing_.load(std::memory_order_acquire)) return nullptr;
+  std::lock_guard lock(coalescing_mutex_);
+  return coalescing_thread_ == std::this_thread::get_id() ? coalesced_ : nullptr;
+}
+
+// An operation that its caller waits for at once: nothing of it lives on.
+WorkPtr ProcessGroup::run(Title title, Staged& staged, Tensors inputs, Tensors outputs,
+                          std::chrono::milliseconds timeout) {
+  const std::shared_ptr<Communicator> communicator = this->communicator();
+  auto work = c10::make_intrusive<DoneWork>(getRank(), title.type, title.text, std::move(inputs),
+                                            std::move(outputs));
+  prepare(staged, timeout);
+  // Peers that are stopped inside it may touch large tensors after it has failed here.
+  constexpr std::uint64_t kSmallBytes = 4096;
+  if (staged.request.splits || staged.request.bytes() > kSmallBytes) {
+    staged.request.keepalive = staged.keepalive();
+  }
+  const Status status = communicator->run(staged.request);
+  python::rethrow_signal();
+  if (status.is_ok()) staged.finish();
+  work->set_done(status);
+  return work;
+}
+
 WorkPtr ProcessGroup::issue_one(Title title, Staged staged, Tensors inputs, Tensors outputs,
                                 std::chrono::milliseconds timeout, bool is_async) {
+  if (!is_async && !coalescing_here()) {
+    return run(title, staged, std::move(inputs), std::move(outputs), timeout);
+  }
   std::vector<Staged> list;
   list.push_back(std::move(staged));
-  return issue(title, std::move(list), std::move(inputs), std::move(outputs), timeout, is_async);
+  return issue(title, std::move(list), std::move(inputs), std::move(outputs), timeout);
 }
 
 void ProcessGroup::startCoalescing() {
   std::lock_guard lock(coalescing_mutex_);
   // One that an exception left behind is dropped: its operations have their own Works.
+  is_coalescing_ = true;
   coalescing_thread_ = std::this_thread::get_id();
   coalesced_ = c10::make_intrusive<Work>(getRank(), c10d::OpType::COALESCED, "pycomm:coalesced",
                                          Tensors{}, Tensors{});
@@ -138,6 +154,7 @@ void ProcessGroup::startCoalescing() {
 WorkPtr ProcessGroup::endCoalescing() {
   std::lock_guard lock(coalescing_mutex_);
   TORCH_CHECK(coalesced_, "pycomm: endCoalescing() without startCoalescing()");
+  is_coalescing_ = false;
   return std::exchange(coalesced_, nullptr);
 }
 
@@ -205,6 +222,7 @@ c10::intrusive_ptr<ProcessGroup> create_process_group(const c10::intrusive_ptr<c
   options.group_name = group_name.empty() ? "default" : group_name;
   options.global_ranks = global_ranks;
   options.is_interrupted = python::has_signal;
+  if (options.shm_tensors && options.complaint.empty()) share_all_tensors();
   options.framework = std::string("torch ") + PYCOMM_TORCH_VERSION;
   StoreAdapter adapter(store);
   auto communicator = Communicator::create(adapter, rank, size, options);

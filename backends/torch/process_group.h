@@ -88,7 +88,11 @@ class ProcessGroup final : public c10d::Backend {
     const char* text;
   };
   WorkPtr issue(Title title, std::vector<Staged> staged, Tensors inputs, Tensors outputs,
-                std::chrono::milliseconds timeout, bool is_async);
+                std::chrono::milliseconds timeout);
+  WorkPtr run(Title title, Staged& staged, Tensors inputs, Tensors outputs,
+              std::chrono::milliseconds timeout);
+  void prepare(Staged& staged, std::chrono::milliseconds timeout) const;
+  c10::intrusive_ptr<Work> coalescing_here();
   WorkPtr issue_one(Title title, Staged staged, Tensors inputs, Tensors outputs,
                     std::chrono::milliseconds timeout, bool is_async);
   Staged stage_all_gather(const at::Tensor& output, const at::Tensor& input) const;
@@ -102,6 +106,7 @@ class ProcessGroup final : public c10d::Backend {
   std::mutex communicator_mutex_;
   std::shared_ptr<Communicator> communicator_;
   c10::intrusive_ptr<Options> options_;
+  std::atomic<bool> is_coalescing_{false};
   std::mutex coalescing_mutex_;
   c10::intrusive_ptr<Work> coalesced_;  // while coalescing
   std::thread::id coalescing_thread_;

@@ -19,6 +19,34 @@ std::exception_ptr to_exception(const Status& status) {
       {__func__, "pycomm", static_cast<std::uint32_t>(__LINE__)}, "pycomm: " + status.to_string()));
 }
 
+// With a title c10d makes a record for the profiler, whether there is one or not.
+DoneWork::DoneWork(int rank, c10d::OpType type, const char* title,
+                   const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs)
+    : c10d::Work(rank, type, at::hasCallbacks() ? title : nullptr,
+                 at::hasCallbacks() ? std::optional(inputs) : std::nullopt),
+      outputs_(std::move(outputs)) {}
+
+void DoneWork::set_done(const Status& status) {
+  error_ = to_exception(status);
+  finish(error_);
+}
+
+bool DoneWork::wait(std::chrono::milliseconds) {
+  if (error_) std::rethrow_exception(error_);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DoneWork::getFuture() {
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  if (error_) {
+    future->setError(error_);
+  } else {
+    future->markCompleted(at::IValue(outputs_));
+  }
+  return future;
+}
+
 Work::Work(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
            std::vector<at::Tensor> outputs)
     : c10d::Work(rank, type, title, std::move(inputs)), outputs_(std::move(outputs)) {}
@@ -34,11 +62,6 @@ int Work::sourceRank() const {
   TORCH_CHECK(operations_.size() == 1 && operations_[0]->source() != kNoRank,
               "pycomm: only a receive that is done has a source rank");
   return operations_[0]->source();
-}
-
-void Work::set_done(const Status& status, std::uint64_t op_number) {
-  op_number_ = op_number;
-  std::call_once(settled_, [&] { finish_with(status, nullptr); });
 }
 
 void Work::finish_with(const Status& status, std::exception_ptr error) {

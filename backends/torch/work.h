@@ -13,7 +13,29 @@ namespace pycomm::torch_backend {
 // Turns a status into the exception that Python sees: torch.distributed.DistBackendError.
 std::exception_ptr to_exception(const Status& status);
 
-// One operation, or several that were issued together, or one that ran in the caller.
+// An operation that has ended before anyone sees it. Half of the cost of a small operation is what
+// there is to wait for: here that is nothing.
+class DoneWork final : public c10d::Work {
+ public:
+  DoneWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+           std::vector<at::Tensor> outputs);
+
+  void set_done(const Status& status);
+
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return error_ == nullptr; }
+  std::exception_ptr exception() const override { return error_; }
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  std::vector<at::Tensor> outputs_;
+  std::exception_ptr error_;
+};
+
+// One operation, or several that were issued together.
 // Thread: any. What finishes up runs once, after success and before anyone sees it: copies that
 // results still need. Futures complete on the core's completion thread, never on its progress
 // thread.
@@ -22,11 +44,9 @@ class Work final : public c10d::Work {
   Work(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
        std::vector<at::Tensor> outputs);
 
-  // Before anyone waits: what it stands for, or that it is done.
+  // Before anyone waits: what it stands for.
   void add_operations(const std::vector<std::shared_ptr<Operation>>& operations,
                       const std::function<void()>& finish_up);
-  void set_done(const Status& status, std::uint64_t op_number = 0);
-
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;

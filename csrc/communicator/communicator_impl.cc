@@ -10,14 +10,7 @@ Result<std::shared_ptr<std::byte>> CommunicatorImpl::allocate_shared(std::uint64
   if (is_inherited() || engine_->host() == nullptr) {
     return Status::error(StatusCode::kSystem, "no shared memory: " + engine_->shm_refusal());
   }
-  const std::shared_ptr<transport::shm::Host> host = engine_->host();
-  auto memory = host->allocate_arena(bytes);
-  if (!memory.is_ok()) return memory.status();
-  const auto free = [host, made_in = generation_](std::byte* data) {
-    // A forked child has the same pages: they are the parent's to free.
-    if (made_in == fork_generation()) host->free_arena(data);
-  };
-  return std::shared_ptr<std::byte>(memory.value(), free);
+  return allocate_shared_memory(bytes);
 }
 
 Status CommunicatorImpl::health() const {

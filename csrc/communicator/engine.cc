@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "communicator/flight_dump.h"
 #include "communicator/fork_guard.h"
+#include "communicator/shared_memory.h"
 #include "platform/futex.h"
 #include "platform/system.h"
 
@@ -37,6 +38,13 @@ Registry& registry() {
     current.store(new Registry);
   }
   return *current.load();
+}
+
+Result<std::unique_ptr<transport::shm::Host>> share_memory(const Options& options) {
+  auto memory = SharedMemory::of_process();
+  if (!memory.is_ok()) return memory.status();
+  memory.value().budget->set_bytes_max(options.shm_bytes_max);
+  return transport::shm::Host::create(memory.value().budget, memory.value().arena);
 }
 
 }  // namespace
@@ -94,7 +102,7 @@ Status Engine::start(const Options& options) {
   local_listener_ = std::move(local).value();
   if (options.shm_disabled) {
     shm_refusal_ = "PYCOMM_SHM_DISABLE=1";
-  } else if (auto host = transport::shm::Host::create(options.shm_bytes_max); host.is_ok()) {
+  } else if (auto host = share_memory(options); host.is_ok()) {
     host_ = std::move(host).value();
     PYCOMM_RETURN_IF_ERROR(poller_.add(host_->doorbell().fd(), kDoorbellToken));
   } else {

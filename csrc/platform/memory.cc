@@ -37,7 +37,8 @@ bool Mapping::contains(const void* pointer, std::uint64_t bytes) const {
          bytes <= static_cast<std::uint64_t>(data_ + bytes_ - at);
 }
 
-Result<SealedMemory> SealedMemory::create(const char* label, std::uint64_t bytes) {
+Result<SealedMemory> SealedMemory::create(const char* label, std::uint64_t bytes,
+                                          InForks in_forks) {
   SealedMemory memory;
   memory.fd_.reset(memfd_create(label, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memory.fd_) return system_error("memfd_create");
@@ -48,7 +49,8 @@ Result<SealedMemory> SealedMemory::create(const char* label, std::uint64_t bytes
   void* data =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memory.fd(), 0);
   if (data == MAP_FAILED) return system_error("mmap of shared memory");
-  madvise(data, bytes, MADV_DONTFORK);  // a forked child must not hold or write it
+  if (in_forks == InForks::kUnmapped) madvise(data, bytes, MADV_DONTFORK);
+  madvise(data, bytes, MADV_HUGEPAGE);  // where shared memory may have them
   memory.mapping_ = Mapping(static_cast<std::byte*>(data), bytes);
   return memory;
 }

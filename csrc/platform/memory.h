@@ -29,12 +29,16 @@ class Mapping {
   std::uint64_t bytes_ = 0;
 };
 
+// What a forked child sees of it.
+enum class InForks { kUnmapped, kStaysMapped };
+
 // A memfd of fixed size: sealed against growing and shrinking, so that a peer that maps it can
 // never be made to fault. Pages are given by commit() and taken back by release().
 class SealedMemory {
  public:
   // Errors: kSystem where memfd_create or sealing is refused (old kernel, seccomp).
-  static Result<SealedMemory> create(const char* label, std::uint64_t bytes);
+  static Result<SealedMemory> create(const char* label, std::uint64_t bytes,
+                                     InForks in_forks = InForks::kUnmapped);
 
   std::byte* data() const { return mapping_.data(); }
   std::uint64_t bytes() const { return mapping_.bytes(); }

@@ -24,10 +24,15 @@ struct LinkPair {
 
 inline LinkPair make_shm_pair(bool allow_pull) {
   struct Keep {
+    std::shared_ptr<transport::shm::Arena> arenas[2];
     std::unique_ptr<transport::shm::Host> hosts[2];
   };
   auto keep = std::make_shared<Keep>();
-  for (auto& host : keep->hosts) host = transport::shm::Host::create(UINT64_MAX).value();
+  for (int side : {0, 1}) {
+    auto budget = std::make_shared<transport::shm::Budget>(UINT64_MAX);
+    keep->arenas[side] = transport::shm::Arena::create(budget).value();
+    keep->hosts[side] = transport::shm::Host::create(budget, keep->arenas[side]).value();
+  }
   const std::string name = "pycomm-test-" + platform::random_hex128();
   auto listener = platform::listen_local(name).value();
   auto client = platform::connect_local(name, base::kNever).value();
@@ -48,7 +53,7 @@ inline LinkPair make_shm_pair(bool allow_pull) {
     b->progress();
   };
   pair.memory = [keep](int side, std::uint64_t bytes) {
-    return keep->hosts[side]->allocate_arena(bytes).value();
+    return keep->arenas[side]->allocate(bytes, transport::shm::Arena::Contents::kZeros).value();
   };
   pair.keepalive = keep;
   return pair;

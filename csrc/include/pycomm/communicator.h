@@ -76,8 +76,7 @@ class Communicator {
   // Polled every ~50 ms while a caller waits; true makes the wait end with kAborted.
   virtual void set_interrupt_check(std::function<bool()> is_interrupted) = 0;
 
-  // Zeroed memory that the host's other ranks can reach: collectives on it copy nothing. It may
-  // outlive the communicator. Errors: kSystem if shared memory is short or cannot be had.
+  // allocate_shared_memory(), or kSystem where this group's process shares none.
   virtual Result<std::shared_ptr<std::byte>> allocate_shared(std::uint64_t bytes) = 0;
 
   // Ok while the group can be used, then the failure that ended it.
@@ -95,6 +94,13 @@ class Communicator {
 void shutdown_process();
 
 const char* version();
+
+// Memory that the host's other ranks reach as soon as they are in a group with this process:
+// collectives on it copy nothing. It may be made before any group, and outlive all. Whole pages.
+// Errors: kSystem if shared memory is short or cannot be had.
+enum class SharedZeros { kYes, kNo };
+Result<std::shared_ptr<std::byte>> allocate_shared_memory(std::uint64_t bytes,
+                                                          SharedZeros zeros = SharedZeros::kYes);
 
 // What this machine allows, for `pycomm doctor`.
 std::vector<std::string> kernel_sets();  // of reductions, the one in use first

@@ -27,6 +27,7 @@ struct Options {
   std::uint64_t eager_bytes_max = 8 * 1024;  // above it the receiver's post is the clear-to-send
   bool deterministic = false;                // bits depend on nothing but the inputs
   bool shm_disabled = false;
+  bool shm_tensors = false;                  // put CPU tensors into shared memory
   std::uint64_t shm_bytes_max = UINT64_MAX;  // shared memory of this process
   std::string secret;                        // per-job secret; empty: one host only
   std::string interfaces;                    // PYCOMM_SOCKET_IFNAME

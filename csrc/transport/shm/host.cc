@@ -6,12 +6,6 @@
 #include "base/check.h"
 
 namespace pycomm::transport::shm {
-namespace {
-
-// Address space for tensors; pages come as they are allocated.
-constexpr std::uint64_t kArenaBytes = std::uint64_t{64} << 30;
-
-}  // namespace
 
 std::optional<std::uint64_t> PageAllocator::allocate(std::uint64_t bytes) {
   if (bytes > UINT64_MAX - kPageBytes) return std::nullopt;
@@ -55,69 +49,52 @@ std::uint64_t PageAllocator::free(std::uint64_t offset) {
   return bytes;
 }
 
-Result<std::unique_ptr<Host>> Host::create(std::uint64_t bytes_max) {
+Result<std::unique_ptr<Host>> Host::create(std::shared_ptr<Budget> budget,
+                                           std::shared_ptr<Arena> arena) {
   std::unique_ptr<Host> host(new Host());
-  host->bytes_max_ = bytes_max;
+  host->budget_ = std::move(budget);
+  host->arena_ = std::move(arena);
   auto segment = platform::SealedMemory::create("pycomm-segment", kSegmentBytes);
   if (!segment.is_ok()) return segment.status();
   host->segment_ = std::move(segment).value();
   PYCOMM_RETURN_IF_ERROR(host->segment_.commit(0, kPageBytes));
-  auto arena = platform::SealedMemory::create("pycomm-arena", kArenaBytes);
-  if (!arena.is_ok()) return arena.status();
-  host->arena_ = std::move(arena).value();
   auto bell = platform::Doorbell::create();
   if (!bell.is_ok()) return bell.status();
   host->doorbell_ = std::move(bell).value();
   host->segment_pages_ = PageAllocator(kPageBytes, kSegmentBytes);
-  host->arena_pages_ = PageAllocator(0, kArenaBytes);
   host->header().magic = kSegmentMagic;
   return host;
 }
 
-Result<std::byte*> Host::allocate(platform::SealedMemory& memory, PageAllocator& pages,
-                                  std::uint64_t bytes) {
+Result<std::byte*> Host::allocate_segment(std::uint64_t bytes) {
   std::lock_guard lock(mutex_);
-  const auto offset = pages.allocate(bytes);
+  const auto offset = segment_pages_.allocate(bytes);
   if (!offset) {
     return Status::error(StatusCode::kSystem,
                          "no room for " + std::to_string(bytes) + " bytes of shared memory");
   }
-  const std::uint64_t size = pages.size_at(*offset);
-  if (size > bytes_max_ - bytes_used_) {
-    pages.free(*offset);
-    return Status::error(StatusCode::kSystem,
-                         std::to_string(size) +
-                             " more bytes of shared memory would be above "
-                             "PYCOMM_SHM_BYTES_MAX=" +
-                             std::to_string(bytes_max_) + " (" + std::to_string(bytes_used_) +
-                             " are in use); raise it, or set PYCOMM_SHM_DISABLE=1 to use TCP");
+  const std::uint64_t size = segment_pages_.size_at(*offset);
+  if (!budget_->take(size)) {
+    segment_pages_.free(*offset);
+    return budget_->refusal(size);
   }
-  if (Status status = memory.commit(*offset, pages.size_at(*offset)); !status.is_ok()) {
-    memory.release(*offset, pages.size_at(*offset));
-    pages.free(*offset);
+  if (Status status = segment_.commit(*offset, size); !status.is_ok()) {
+    segment_.release(*offset, size);
+    segment_pages_.free(*offset);
+    budget_->give_back(size);
     return status;
   }
-  bytes_used_ += size;
-  return memory.data() + *offset;
+  return segment_.data() + *offset;
 }
 
-void Host::free(platform::SealedMemory& memory, PageAllocator& pages, std::byte* data) {
+void Host::free_segment(std::byte* data) {
   std::lock_guard lock(mutex_);
-  const auto offset = static_cast<std::uint64_t>(data - memory.data());
-  const std::uint64_t bytes = pages.size_at(offset);
+  const auto offset = static_cast<std::uint64_t>(data - segment_.data());
+  const std::uint64_t bytes = segment_pages_.size_at(offset);
   PYCOMM_CHECK(bytes > 0);
-  memory.release(offset, bytes);
-  pages.free(offset);
-  bytes_used_ -= bytes;
+  segment_.release(offset, bytes);
+  segment_pages_.free(offset);
+  budget_->give_back(bytes);
 }
-
-Result<std::byte*> Host::allocate_segment(std::uint64_t bytes) {
-  return allocate(segment_, segment_pages_, bytes);
-}
-void Host::free_segment(std::byte* data) { free(segment_, segment_pages_, data); }
-Result<std::byte*> Host::allocate_arena(std::uint64_t bytes) {
-  return allocate(arena_, arena_pages_, bytes);
-}
-void Host::free_arena(std::byte* data) { free(arena_, arena_pages_, data); }
 
 }  // namespace pycomm::transport::shm

@@ -1,5 +1,5 @@
-// The shared memory of this process: a segment that it alone writes (rings, flat slots, flags),
-// an arena for tensors that peers may also write, and a doorbell.
+// What this process shares with its peers: a segment that it alone writes (rings, slots, windows,
+// flags), the process's arena for tensors that peers may also write, and a doorbell.
 //
 // Thread: allocate and free lock; the rest is constant after create().
 #pragma once
@@ -9,6 +9,7 @@
 
 #include "platform/memory.h"
 #include "platform/poller.h"
+#include "transport/shm/arena.h"
 #include "transport/shm/layout.h"
 #include "transport/shm/page_allocator.h"
 
@@ -16,36 +17,29 @@ namespace pycomm::transport::shm {
 
 class Host {
  public:
-  // At most `bytes_max` bytes of memory. Errors: kSystem with the facility that was refused.
-  static Result<std::unique_ptr<Host>> create(std::uint64_t bytes_max);
+  // Errors: kSystem with the facility that was refused.
+  static Result<std::unique_ptr<Host>> create(std::shared_ptr<Budget> budget,
+                                              std::shared_ptr<Arena> arena);
 
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(segment_.data()); }
   const platform::SealedMemory& segment() const { return segment_; }
-  const platform::SealedMemory& arena() const { return arena_; }
+  // Gives freed tensors' memory back to the system that nobody wanted again since `before`.
+  void trim(base::TimeNs before) { arena_->trim(before); }
+  const platform::SealedMemory& arena() const { return arena_->memory(); }
   const platform::Doorbell& doorbell() const { return doorbell_; }
 
   // Zeroed pages of the segment, for this process to write and peers to read.
   Result<std::byte*> allocate_segment(std::uint64_t bytes);
   void free_segment(std::byte* data);
 
-  // Zeroed pages of the arena, for tensors. Freed pages go back to the system.
-  Result<std::byte*> allocate_arena(std::uint64_t bytes);
-  void free_arena(std::byte* data);
-
  private:
   Host() = default;
-  Result<std::byte*> allocate(platform::SealedMemory& memory, PageAllocator& pages,
-                              std::uint64_t bytes);
-  void free(platform::SealedMemory& memory, PageAllocator& pages, std::byte* data);
-
   platform::SealedMemory segment_;
-  platform::SealedMemory arena_;
+  std::shared_ptr<Budget> budget_;
+  std::shared_ptr<Arena> arena_;
   platform::Doorbell doorbell_;
   std::mutex mutex_;
-  std::uint64_t bytes_max_ = 0;
-  std::uint64_t bytes_used_ = 0;
   PageAllocator segment_pages_;
-  PageAllocator arena_pages_;
 };
 
 }  // namespace pycomm::transport::shm
