@@ -18,85 +18,10 @@
 #include <functional>
 #include <vector>
 
+#include "two_processes.h"
+
 namespace pycomm::bench {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-void pin(int index) {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  sched_getaffinity(0, sizeof allowed, &allowed);
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (!CPU_ISSET(cpu, &allowed) || index-- > 0) continue;
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET(cpu, &one);
-    sched_setaffinity(0, sizeof one, &one);
-    return;
-  }
-}
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
-// Anonymous memory that a forked child shares.
-struct Shared {
-  explicit Shared(std::uint64_t size) : bytes(size) {
-    data = static_cast<char*>(
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-    std::memset(data, 1, bytes);
-  }
-  ~Shared() { munmap(data, bytes); }
-  Shared(const Shared&) = delete;
-  char* data;
-  std::uint64_t bytes;
-};
-
-struct Flags {
-  alignas(128) std::atomic<std::uint64_t> word[2][16];  // word[i][0]: two lines apart
-  alignas(128) double result[2];
-  alignas(128) pid_t pids[2];
-  std::uintptr_t address[2];
-
-  void exchange(int me, std::uint64_t round) {
-    word[me][0].store(round, std::memory_order_release);
-    while (word[1 - me][0].load(std::memory_order_acquire) < round) pause_cpu();
-  }
-};
-
-// Runs body(me, flags) in two pinned processes and returns the slower one's result.
-double in_two(const std::function<double(int, Flags&)>& body) {
-  Shared memory(sizeof(Flags));
-  std::memset(memory.data, 0, sizeof(Flags));
-  auto& flags = *reinterpret_cast<Flags*>(memory.data);
-  const pid_t child = fork();
-  if (child == 0) {
-    pin(1);
-    flags.result[1] = body(1, flags);
-    _exit(0);
-  }
-  cpu_set_t before;
-  sched_getaffinity(0, sizeof before, &before);
-  pin(0);
-  flags.result[0] = body(0, flags);
-  waitpid(child, nullptr, 0);
-  sched_setaffinity(0, sizeof before, &before);
-  return std::max(flags.result[0], flags.result[1]);
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
-                   values.end());
-  return values[values.size() / 2];
-}
 
 int rounds_for(std::uint64_t bytes) {
   return static_cast<int>(std::clamp<std::uint64_t>((std::uint64_t{1} << 28) / bytes, 5, 2000));

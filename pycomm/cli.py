@@ -74,7 +74,17 @@ Examples:
 )
 @click.option("--np", "num_ranks", default=2, show_default=True, type=COUNT, help="Ranks here.")
 @click.option(
-    "--vs", default="", help="Compare with, by commas: gloo, and openmpi, mpich, impi by mpi4py."
+    "--vs",
+    default="",
+    help="Compare with, by commas: gloo; openmpi, mpich, impi by mpi4py; shared (pycomm on tensors "
+    "in shared memory); bound (the barest loop), bound-shared.",
+)
+@click.option(
+    "--pages",
+    default="small",
+    show_default=True,
+    type=click.Choice(["small", "huge"]),
+    help="Of everyone's private tensors: torch's are small, NumPy's from 4 MiB huge.",
 )
 @click.option("--pin/--no-pin", default=True, show_default=True, help="One processor a rank.")
 @click.option("-J", "--json", "json_path", type=click.Path(path_type=Path), help="Write JSON.")
@@ -96,6 +106,7 @@ def bench(
     api: str,
     num_ranks: int,
     vs: str,
+    pages: str,
     pin: bool,
     json_path: Path | None,
     png_path: Path | None,
@@ -123,6 +134,7 @@ def bench(
     if not 0 <= root < num_ranks:
         raise click.BadParameter(f"rank {root} is not among {num_ranks}", param_hint="-r")
     check_contestants(names, api, datatype, op)
+    check_bounds(names, operation, num_ranks, datatype)
     try:
         sizes = sizes_between(
             parse_bytes(minbytes), parse_bytes(maxbytes), stepfactor, parse_bytes(stepbytes)
@@ -143,6 +155,7 @@ def bench(
         check=check != 0,
         blocking=blocking != 0,
         api=api,
+        pages=pages,
         backends=("pycomm", *names),
     )
     operations = OPERATIONS if operation == "all" else (operation,)
@@ -156,16 +169,28 @@ def bench(
 def check_contestants(names: list[str], api: str, datatype: str, op: str) -> None:
     """Refuses what cannot be compared, before anything is started."""
     from pycomm.bench.peers import PEERS
-    from pycomm.bench.plan import DTYPES
+    from pycomm.bench.plan import BOUNDS, DTYPES, SHARED
 
     mpis = [name for name in names if name in PEERS]
     if mpis and op == "avg":
         raise click.BadParameter("MPI has no average", param_hint="-o")
     if (mpis or api == "numpy") and DTYPES[datatype][1] is None:
         raise click.BadParameter(f"NumPy, and so mpi4py, has no {datatype}", param_hint="-d")
-    others = [name for name in names if name not in PEERS]
+    others = [name for name in names if name not in (*PEERS, *BOUNDS, SHARED)]
     if api == "torch" or others:
         check_backends(others)
+
+
+def check_bounds(names: list[str], operation: str, num_ranks: int, datatype: str) -> None:
+    """Refuses bare loops for what has none."""
+    from pycomm.bench.plan import BOUND_SHARED, BOUNDS
+
+    if not any(name in BOUNDS for name in names):
+        return
+    if num_ranks != 2 or datatype != "float":
+        raise click.BadParameter("the barest loops are for 2 ranks and float")
+    if BOUND_SHARED in names and operation != "all_reduce":
+        raise click.BadParameter(f"{BOUND_SHARED} is for all_reduce")
 
 
 def check_backends(names: list[str]) -> None:

@@ -54,5 +54,5 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) ->
     from pycomm import _core
 
     size = int(np.prod(shape, dtype=np.int64))
-    memory = _core.SharedBuffer(max(size * np.dtype(dtype).itemsize, 1))
+    memory: Any = _core.SharedBuffer(max(size * np.dtype(dtype).itemsize, 1))
     return np.frombuffer(memory, dtype, size).reshape(shape)

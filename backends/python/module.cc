@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bare_loops.h"
 #include "communicator.h"
 #include "machine_limits.h"
 #include "pycomm/communicator.h"
@@ -46,6 +47,15 @@ PYBIND11_MODULE(_core, m) {
   m.def("shutdown_process", &pycomm::shutdown_process, py::call_guard<py::gil_scoped_release>());
   m.def("measure_limits", &measure_limits, py::arg("report"),
         "Measures this machine's bounds; report(name, bytes, processes, value, unit) for each.");
+  m.def(
+      "bare_seconds",
+      [](const std::string& operation, std::uint64_t bytes, bool has_huge_pages) {
+        using pycomm::bench::Pages;
+        return pycomm::bench::bare_seconds(operation, bytes,
+                                           has_huge_pages ? Pages::kHuge : Pages::kSmall);
+      },
+      py::arg("operation"), py::arg("bytes"), py::arg("has_huge_pages"));
+  m.def("bare_shared_seconds", &pycomm::bench::bare_shared_seconds, py::arg("bytes"));
   m.def("resolve_settings", &resolve_settings,
         py::arg("arguments") = std::map<std::string, std::string>(),
         "Every setting with its value, source and help; what does not parse; unknown names.");

@@ -79,9 +79,9 @@ bool Execution::start() {
 // Says what is coming, and where it lies.
 void Execution::announce() {
   const Announcement mine =
-      make_announcement(group_.local, request_, group_.rank, group_.world_size);
-  std::vector<std::uint64_t> words{mine.input, mine.output, mine.window, mine.pulls};
-  static_assert(sizeof(Announcement) == 4 * sizeof(std::uint64_t));
+      make_announcement(group_.local, group_.shape, request_, group_.rank, group_.world_size);
+  std::vector<std::uint64_t> words(sizeof mine / sizeof(std::uint64_t));
+  std::memcpy(words.data(), &mine, sizeof mine);
   if (request_.splits) {
     words.insert(words.end(), request_.splits->send.begin(), request_.splits->send.end());
     words.insert(words.end(), request_.splits->recv.begin(), request_.splits->recv.end());
@@ -139,6 +139,10 @@ Status Execution::after_announcement() {
   local_.emplace(group_.local, request_, *decision.value().plan, std::move(decision.value().peers),
                  group_.scratch);
   stage_ = Stage::kLocal;
+  if (group_.local.tuner && decision.value().is_a_choice) {
+    way_ = decision.value().way;
+    local_since_ = group_.local.clock->now_ns();
+  }
   return Status();
 }
 
@@ -148,11 +152,18 @@ bool Execution::advance_local() {
   if (!local_->failure().is_ok()) {
     abort(local_->failure());
   } else if (local_->is_done()) {
+    if (way_) note_time();
     finish(Status());
   } else if (!moved) {
     return is_lost(local_->waits_for());
   }
   return true;
+}
+
+void Execution::note_time() {
+  const Sizes sizes = sizes_of(request_, group_.world_size);
+  group_.local.tuner->record(request_.kind, sizes.input + sizes.output, *way_,
+                             group_.local.clock->now_ns() - local_since_);
 }
 
 std::uint64_t Execution::announcement_bytes() const {

@@ -98,6 +98,7 @@ class Execution {
   Status after_announcement();
   bool advance_local();
   void announce();
+  void note_time();
   std::uint64_t announcement_bytes() const;
   std::uint64_t announced_split(Rank from, Rank to, bool is_sent) const;
   std::uint64_t longest_split() const;
@@ -118,7 +119,9 @@ class Execution {
   Status status_;
   std::unique_ptr<ScheduleRun> run_;
   std::optional<LocalRun> local_;
-  WaitingWord waiting_;  // for announcements
+  WaitingWord waiting_;     // for announcements
+  std::optional<Way> way_;  // that is timed
+  base::TimeNs local_since_ = 0;
 };
 
 }  // namespace pycomm::collectives

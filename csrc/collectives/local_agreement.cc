@@ -24,12 +24,19 @@ std::uint64_t place_of(const LocalChannel& channel, Rank rank, const std::byte* 
   return reinterpret_cast<std::uint64_t>(data);
 }
 
-// Where every rank gives as much as it takes, one copy by the kernel may beat two through a window;
-// a lone giver is better off copying while the others copy out.
-bool is_worth_pulling(const GroupShape& shape, const OpRequest& request) {
-  const bool is_symmetric = request.kind == OpKind::kAllGather || request.kind == OpKind::kAllToAll;
-  return is_symmetric && request.bytes() >= shape.pull_bytes_min &&
-         request.bytes() < shape.pull_bytes_max;
+// Moves whose giver's tensor others could read themselves.
+bool could_be_pulled(const OpRequest& request) {
+  return !reduces(request.kind) && !request.splits && !request.input_parts;
+}
+
+Way choose_way(const LocalChannel& channel, const GroupShape& shape, const OpRequest& request,
+               const Sizes& sizes) {
+  if (shape.way) return *shape.way;
+  if (channel.tuner == nullptr) {
+    return Tuner::first_guess(request.kind, request.bytes(), shape.is_crowded);
+  }
+  return channel.tuner->choose(request.kind, sizes.input + sizes.output,
+                               channel.puller != nullptr && could_be_pulled(request));
 }
 
 // Whether results are so large that the cache would not keep them. In place they are in it already.
@@ -43,8 +50,8 @@ bool streams(const GroupShape& shape, const OpRequest& request, const Sizes& siz
 
 }  // namespace
 
-Announcement make_announcement(LocalChannel& channel, const OpRequest& request, Rank rank,
-                               int world_size) {
+Announcement make_announcement(LocalChannel& channel, const GroupShape& shape,
+                               const OpRequest& request, Rank rank, int world_size) {
   if (channel.window == nullptr && channel.allocate_window) {
     channel.window = channel.allocate_window(channel.window_bytes);
   }
@@ -55,6 +62,9 @@ Announcement make_announcement(LocalChannel& channel, const OpRequest& request, 
     if (!request.output_parts) mine.output = place_of(channel, rank, request.output, sizes.output);
   }
   mine.pulls = channel.puller != nullptr ? 1 : 0;
+  if (rank == 0) {
+    mine.way = static_cast<std::uint32_t>(choose_way(channel, shape, request, sizes));
+  }
   if (channel.window != nullptr) {
     const std::byte* segment = channel.segments[static_cast<std::size_t>(rank)];
     mine.window = static_cast<std::uint64_t>(channel.window - segment) + 1;
@@ -121,13 +131,19 @@ Result<LocalDecision> decide(const LocalChannel& channel, const GroupShape& shap
     if (plan.has_results() && plan.takes_results(p)) takers_are_mapped &= peer.output != nullptr;
     decision.peers.push_back(peer);
   }
-  const bool pulls =
-      all_pull && channel.puller != nullptr && all_can_be_read && is_worth_pulling(shape, request);
-  plan.is_direct = (all_are_mapped && all_can_be_read) || pulls;
+  const bool can_pull =
+      all_pull && channel.puller != nullptr && all_can_be_read && could_be_pulled(request);
+  // A word that is no Way is as good as one that cannot be gone.
+  decision.way =
+      announced[0].way < kNumWays ? static_cast<Way>(announced[0].way) : Way::kStreamedWindow;
+  if (decision.way == Way::kPull && !can_pull) decision.way = Way::kStreamedWindow;
+  const bool is_mapped_all = all_are_mapped && all_can_be_read;
+  decision.is_a_choice = !is_mapped_all;
+  plan.is_direct = is_mapped_all || decision.way == Way::kPull;
   plan.pushes = plan.is_direct && plan.has_results() && takers_are_mapped;
   const bool needs_windows = !plan.is_direct || (plan.has_results() && !plan.pushes);
   if (needs_windows && !all_have_windows) return decision;
-  plan.caches_windows = shape.is_crowded;
+  plan.caches_windows = decision.way == Way::kCachedWindow;
   plan.is_streamed = streams(shape, request, sizes);
   cut_into_rounds(plan, request.splits ? longest_split : plan.longest(), element_bytes,
                   channel.window_bytes);

@@ -7,6 +7,7 @@
 
 #include "collectives/local_run.h"
 #include "collectives/select.h"
+#include "collectives/tuner.h"
 
 namespace pycomm::collectives {
 
@@ -16,16 +17,19 @@ struct Announcement {
   std::uint64_t input = 0;
   std::uint64_t output = 0;
   std::uint64_t window = 0;  // its offset in my segment, plus 1; 0: none
-  std::uint64_t pulls = 0;   // 1: this rank can read the others' memory
+  std::uint32_t pulls = 0;   // 1: this rank can read the others' memory
+  std::uint32_t way = 0;     // rank 0's choice for everyone, a Way
 };
 
 // Makes the window, where there is none yet.
-Announcement make_announcement(LocalChannel& channel, const OpRequest& request, Rank rank,
-                               int world_size);
+Announcement make_announcement(LocalChannel& channel, const GroupShape& shape,
+                               const OpRequest& request, Rank rank, int world_size);
 
 struct LocalDecision {
   std::optional<LocalPlan> plan;  // or it goes over messages
   std::vector<LocalPeer> peers;   // by rank
+  Way way = Way::kStreamedWindow;
+  bool is_a_choice = false;  // there were others: what it takes is worth knowing
 };
 
 // `longest_split`: of an uneven all_to_all, over all pairs. Errors: kInternal if a rank announced

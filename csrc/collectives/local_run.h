@@ -20,6 +20,7 @@
 #include "collectives/local_mark.h"
 #include "collectives/local_plan.h"
 #include "collectives/scratch_pool.h"
+#include "collectives/tuner.h"
 #include "kernels/reduce.h"
 #include "pycomm/status.h"
 
@@ -57,6 +58,8 @@ struct LocalChannel {
   std::function<std::byte*(std::uint64_t)> allocate_window;  // null if memory is short
   Puller* puller = nullptr;                                  // null if this rank may not
   std::unique_ptr<LocalCounters[]> counters;                 // by rank
+  std::unique_ptr<Tuner> tuner;                              // rank 0's, unless it is off
+  const base::Clock* clock = nullptr;                        // the tuner's
 };
 
 // Where a rank's tensors and window are, as seen from here.

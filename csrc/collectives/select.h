@@ -2,7 +2,10 @@
 // chooses alike.
 #pragma once
 
+#include <optional>
+
 #include "collectives/schedule.h"
+#include "collectives/tuner.h"
 
 namespace pycomm::collectives {
 
@@ -15,10 +18,9 @@ struct GroupShape {
   std::uint64_t recursive_bytes_max = 64 * 1024;  // below it latency counts more than bandwidth
   bool is_deterministic = false;                  // bits depend on nothing but the inputs
   bool is_crowded = false;  // ranks of the host share processors, hence caches
-  // Among ranks of one host: parts of such sizes are read where they lie instead of copied through
-  // windows; and moved results bypass the cache.
-  std::uint64_t pull_bytes_min = 64 * 1024;
-  std::uint64_t pull_bytes_max = 1024 * 1024;
+  // Among ranks of one host: the way, instead of finding out; moved results of so much bypass the
+  // cache.
+  std::optional<Way> way;
   std::uint64_t stream_bytes_min = 8 * 1024 * 1024;
 };
 

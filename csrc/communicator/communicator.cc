@@ -72,7 +72,7 @@ Status check_choice(const std::vector<Hello>& hellos, Rank rank, const Options& 
 // Lays out my flat slots and maps everyone's.
 Status share_flat_areas(Engine& engine, Meeting& meeting, Group& group,
                         const std::vector<std::shared_ptr<transport::CoreLink>>& links,
-                        TimeNs deadline) {
+                        const Options& options, TimeNs deadline) {
   auto area = engine.host()->allocate_segment(sizeof(FlatArea));
   if (!area.is_ok()) return area.status();
   group.flat_area = area.value();
@@ -121,6 +121,12 @@ Status share_flat_areas(Engine& engine, Meeting& meeting, Group& group,
     return window.is_ok() ? window.value() : nullptr;
   };
   local.puller = group.find_puller();
+  if (options.tunes && group.context.rank == 0) {
+    local.tuner = std::make_unique<collectives::Tuner>();
+    local.clock = &real_clock();
+    group.tuning = open_tuning(options, static_cast<int>(links.size()));
+    local.tuner->from_text(group.tuning.load());
+  }
   local.counters = std::make_unique<collectives::LocalCounters[]>(links.size());
   group.context.flat = std::make_unique<collectives::FlatExchange>(group.context.rank, areas);
   return Status();
@@ -222,7 +228,8 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
     return Status::error(StatusCode::kInternal, "the store handed out one group's number twice");
   }
   if (all_share) {
-    if (Status status = share_flat_areas(*engine, meeting, *group, links.value(), deadline);
+    if (Status status =
+            share_flat_areas(*engine, meeting, *group, links.value(), options, deadline);
         !status.is_ok()) {
       engine->discard_group(*group, status);
       return status;

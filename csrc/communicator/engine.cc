@@ -241,6 +241,7 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
   group->own();
   std::lock_guard lock(mutex_);
   tell_cause(*group);
+  if (group->context.local.tuner) group->tuning.save(group->context.local.tuner->to_text());
   leave(group->context, {group->context.group, StatusCode::kOk, group->context.rank});
   std::erase_if(members_, [&](const Member& member) { return member.group == group; });
   bury(*group);

@@ -18,6 +18,7 @@
 #include "communicator/flight_recorder.h"
 #include "communicator/fork_guard.h"
 #include "communicator/point_to_point.h"
+#include "communicator/tuning_file.h"
 #include "transport/shm/factory.h"
 
 namespace pycomm::communicator {
@@ -65,6 +66,7 @@ class Group final : public collectives::Waker, public collectives::Puller {
   std::byte* flat_area = nullptr;  // mine
   std::vector<int> global_ranks;   // of the group's ranks in the job
   std::string flight_folder;       // where a timeout dumps to; empty: nowhere
+  TuningFile tuning;
   FlightRecorder recorder;
   PointToPoint point_to_point{context};  // needs the engine's mutex
 

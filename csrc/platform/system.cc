@@ -174,6 +174,14 @@ std::string shared_memory_domain() { return host_identity() + "/uid" + std::to_s
 
 int process_id() { return getpid(); }
 
+std::string processor_name() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 1);
+  }
+  return "";
+}
+
 std::string allowed_cpus() {
   cpu_set_t allowed;
   CPU_ZERO(&allowed);

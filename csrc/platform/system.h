@@ -27,6 +27,8 @@ std::vector<std::pair<std::string, std::string>> environment_with_prefix(const s
 // Contents of a small text file; nothing if it cannot be read.
 std::optional<std::string> read_file(const std::string& path);
 std::string host_name();
+// The model as the kernel names it; empty if it does not.
+std::string processor_name();
 // TMPDIR or /tmp.
 std::string temporary_folder();
 // A folder that only this user can write, made if need be.

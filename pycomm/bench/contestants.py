@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 
+import pycomm
 from pycomm.bench.peer import operations
-from pycomm.bench.plan import DTYPES, Settings
+from pycomm.bench.plan import DTYPES, SHARED, Settings
 
 
 class TorchContestant:
     """A torch.distributed backend; `group` is made by the caller."""
 
-    def __init__(self, settings: Settings, group: Any) -> None:
+    def __init__(self, settings: Settings, group: Any, *, is_shared: bool = False) -> None:
         import torch.distributed as dist
+
+        self._is_shared = is_shared
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         self._settings, self._group, self._dist = settings, group, dist
@@ -32,8 +35,9 @@ class TorchContestant:
         s, rank, size = self._settings, self.rank, self.size
         dtype = {"bfloat16": torch.bfloat16}.get(s.dtype) or getattr(torch, str(DTYPES[s.dtype][1]))
         given = operations.contribution(s.operation, rank, size, count, s.op)
-        mine = torch.from_numpy(given).to(dtype)
-        out = torch.zeros(operations.num_outputs(s.operation, size) * count, dtype=dtype)
+        mine = self._new(given.size, dtype)
+        mine.copy_(torch.from_numpy(given))
+        out = self._new(operations.num_outputs(s.operation, size) * count, dtype)
         self._issue = self._make_issue(mine, out)
         if not is_checked or s.operation == "barrier":
             return 0
@@ -43,6 +47,16 @@ class TorchContestant:
         wrong = operations.count_wrong(got.double().numpy(), want)
         mine.zero_()
         return wrong
+
+    def _new(self, count: int, dtype: Any) -> Any:
+        import torch
+
+        if self._is_shared:
+            with pycomm.shared_memory():
+                return torch.zeros(count, dtype=dtype)
+        size = count * dtype.itemsize
+        memory = operations.new_array(size, np.uint8, self._settings.pages)
+        return torch.from_numpy(memory).view(dtype)
 
     def _make_issue(self, mine: Any, out: Any) -> Callable[[bool], Any]:
         dist, group, root = self._dist, self._group, self._settings.root
@@ -96,8 +110,8 @@ class TorchContestant:
 class NumpyContestant:
     """pycomm.Communicator on NumPy arrays."""
 
-    def __init__(self, settings: Settings, comm: Any) -> None:
-        self._settings, self._comm = settings, comm
+    def __init__(self, settings: Settings, comm: Any, *, is_shared: bool = False) -> None:
+        self._settings, self._comm, self._is_shared = settings, comm, is_shared
         self._issue: Callable[[bool], Any] = lambda is_async: None
 
     def prepare(self, size_bytes: int, count: int, is_checked: bool) -> int:
@@ -106,8 +120,10 @@ class NumpyContestant:
         s, comm = self._settings, self._comm
         dtype = np.dtype(DTYPES[s.dtype][1])
         op: Any = "product" if s.op == "prod" else s.op
-        mine = operations.contribution(s.operation, comm.rank, comm.size, count, s.op).astype(dtype)
-        out = np.zeros(operations.num_outputs(s.operation, comm.size) * count, dtype)
+        given = operations.contribution(s.operation, comm.rank, comm.size, count, s.op)
+        mine = self._new(given.size, dtype)
+        mine[:] = given
+        out = self._new(operations.num_outputs(s.operation, comm.size) * count, dtype)
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
         def sendrecv(is_async: bool) -> Any:
@@ -139,6 +155,11 @@ class NumpyContestant:
         mine[:] = 0
         return wrong
 
+    def _new(self, count: int, dtype: Any) -> Any:
+        if self._is_shared:
+            return pycomm.shared_empty(count, dtype)
+        return operations.new_array(count, dtype, self._settings.pages)
+
     def call(self) -> None:
         """Runs the operation once."""
         self._issue(False)
@@ -163,18 +184,20 @@ def open_torch(
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        backend,
+        "pycomm" if backend == SHARED else backend,
         init_method=init_method,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=settings.timeout_s),
     )
-    return TorchContestant(settings, dist.group.WORLD)
+    return TorchContestant(settings, dist.group.WORLD, is_shared=backend == SHARED)
 
 
-def open_numpy(settings: Settings, rank: int, world_size: int, rendezvous: str) -> NumpyContestant:
+def open_numpy(
+    settings: Settings, name: str, rank: int, world_size: int, rendezvous: str
+) -> NumpyContestant:
     """A communicator, in this process."""
     from pycomm.communicator import Communicator
 
     comm = Communicator(rank, world_size, rendezvous=rendezvous, timeout=settings.timeout_s)
-    return NumpyContestant(settings, comm)
+    return NumpyContestant(settings, comm, is_shared=name == SHARED)

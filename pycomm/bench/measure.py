@@ -12,7 +12,7 @@ from pycomm.bench.gang import Gang
 from pycomm.bench.peer.operations import part_elements
 from pycomm.bench.peer.serve import Contestant, time_round
 from pycomm.bench.peers import PEERS
-from pycomm.bench.plan import DTYPES, Settings
+from pycomm.bench.plan import BOUND_SHARED, BOUNDS, DTYPES, SHARED, Settings
 from pycomm.launch import Place
 
 
@@ -47,6 +47,15 @@ def _slowest(laps_by_rank: list[list[float]]) -> list[float]:
     return [max(laps) for laps in zip(*laps_by_rank, strict=True)]
 
 
+def _bare_seconds(settings: Settings, name: str, size_bytes: int) -> float:
+    """Of the barest loop, in this process and a child, right now."""
+    from pycomm import _core
+
+    if name == BOUND_SHARED:
+        return _core.bare_shared_seconds(size_bytes)
+    return _core.bare_seconds(settings.operation, size_bytes, settings.pages == "huge")
+
+
 def _add_round(row: Row, name: str, laps: list[float]) -> None:
     row.seconds.setdefault(name, []).append(sum(laps) / len(laps))
     row.laps.setdefault(name, []).extend(laps)
@@ -60,14 +69,18 @@ def open_gangs(settings: Settings, num_ranks: int, *, pin: bool) -> Iterator[dic
     def maker(name: str) -> Callable[[int, Path], Contestant]:
         def make(rank: int, folder: Path) -> Contestant:
             meet = f"file://{folder}/meet"
-            if name == "pycomm" and settings.api == "numpy":
-                return open_numpy(settings, rank, num_ranks, meet)
+            if name in ("pycomm", SHARED) and settings.api == "numpy":
+                return open_numpy(settings, name, rank, num_ranks, meet)
             return open_torch(settings, name, rank, num_ranks, meet)
 
         return make
 
     with ExitStack() as stack:
-        gangs = {name: stack.enter_context(Gang(name, num_ranks)) for name in settings.backends}
+        gangs = {
+            name: stack.enter_context(Gang(name, num_ranks))
+            for name in settings.backends
+            if name not in BOUNDS
+        }
         # Forks first, while this process has no other children that hold its sockets.
         for name, gang in gangs.items():
             if name not in PEERS:
@@ -77,6 +90,7 @@ def open_gangs(settings: Settings, num_ranks: int, *, pin: bool) -> Iterator[dic
             "root": settings.root,
             "op": settings.op,
             "dtype": DTYPES[settings.dtype][1],
+            "pages": settings.pages,
             "pin": pin,
         }
         for name, gang in gangs.items():
@@ -104,6 +118,9 @@ def measure_gangs(
                 )
                 row.wrong[name] = sum(answer["wrong"] for answer in answers)
             for name in turns(settings):
+                if name in BOUNDS:
+                    _add_round(row, name, [_bare_seconds(settings, name, size_bytes)])
+                    continue
                 answers = gangs[name].ask(
                     do="round", times=settings.iterations, blocking=settings.blocking
                 )

@@ -20,6 +20,13 @@ DTYPES = {
     "int64": (8, "int64"),
 }
 
+# Contestants that are no backend: pycomm on tensors in shared memory, and the barest loops, which
+# take turns with the rest.
+SHARED = "shared"
+BOUND = "bound"
+BOUND_SHARED = "bound-shared"
+BOUNDS = (BOUND, BOUND_SHARED)
+
 SUFFIXES = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -38,6 +45,7 @@ class Settings:
     check: bool = True
     blocking: bool = True
     api: str = "torch"  # pycomm's front end: torch or numpy
+    pages: str = "small"  # of everyone's private tensors: small (4 KiB, torch's) or huge
     backends: tuple[str, ...] = ("pycomm",)
     timeout_s: int = 120
 

@@ -37,7 +37,10 @@ _COLUMNS = (
 def header(settings: Settings, world_size: int) -> str:
     """The head of the table, in nccl-tests' columns; peers stand to the right."""
     peers = settings.backends[1:]
-    what = f"# {settings.operation}, {world_size} ranks, pycomm by its {settings.api} interface"
+    what = (
+        f"# {settings.operation}, {world_size} ranks, pycomm by its {settings.api} interface, "
+        f"{settings.pages} pages"
+    )
     lines = [
         f"{what}; {settings.rounds} interleaved rounds of {settings.iterations} operations, "
         "slowest rank; GB/s are 10^9 bytes",
@@ -75,7 +78,7 @@ def table_line(settings: Settings, row: Row, world_size: int) -> str:
     line = "".join(f" {cell:>{column[2]}}" for cell, column in zip(cells, _COLUMNS, strict=True))
     for peer in peers:
         ratio = ratio_of_medians(row.seconds[peer], row.seconds[first])
-        wrong = f" ({row.wrong[peer]} wrong)" if row.wrong[peer] else ""
+        wrong = f" ({row.wrong[peer]} wrong)" if row.wrong.get(peer) else ""
         interval = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
         line += f" {median(row.seconds[peer]) * 1e6:>11.2f} {interval:>24}{wrong}"
     return line

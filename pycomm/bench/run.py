@@ -10,7 +10,7 @@ from pycomm.bench import report
 from pycomm.bench.gang import GangError
 from pycomm.bench.measure import Row, measure_gangs, measure_here
 from pycomm.bench.peers import PEERS, set_up_missing
-from pycomm.bench.plan import Settings
+from pycomm.bench.plan import BOUNDS, SHARED, Settings
 from pycomm.launch import Place
 
 # Above this a comparison of backends says more about the other program than about them.
@@ -34,7 +34,9 @@ def run(
     place = _place_in_job(pin)
     if place is not None:
         num_ranks = place.world_size
-        only_torch = plan[0].api == "torch" and not any(n in PEERS for n in plan[0].backends)
+        only_torch = plan[0].api == "torch" and not any(
+            n in (*PEERS, *BOUNDS, SHARED) for n in plan[0].backends
+        )
         if not only_torch or len(plan) > 1:
             sys.stderr.write("ranks of another launcher run one operation over torch's backends\n")
             return 2

@@ -19,6 +19,7 @@ using collectives::Execution;
 using collectives::FlatArea;
 using collectives::GroupContext;
 using collectives::LocalChannel;
+using collectives::Way;
 using With = Execution::With;
 
 constexpr std::uint64_t kSegmentBytes = 1 << 20;
@@ -29,7 +30,7 @@ enum class Place { kPrivate, kArena, kMixed };
 // All ranks of a group, with memory that only looks shared.
 class LocalGroup : public collectives::Puller {
  public:
-  LocalGroup(int world_size, std::uint64_t window_bytes, bool pulls) {
+  LocalGroup(int world_size, std::uint64_t window_bytes, Way way) {
     const auto n = static_cast<std::size_t>(world_size);
     for (std::size_t r = 0; r < n; ++r) {
       segments_.emplace_back(new std::byte[kSegmentBytes]);
@@ -41,10 +42,8 @@ class LocalGroup : public collectives::Puller {
       context->rank = static_cast<Rank>(r);
       context->world_size = world_size;
       context->shape.shares_memory = true;
-      context->shape.pull_bytes_min = 0;
-      context->shape.pull_bytes_max = pulls ? UINT64_MAX : 0;
+      context->shape.way = way;
       context->shape.stream_bytes_min = 256 * 1024;
-      context->shape.is_crowded = world_size % 2 == 1;
       std::vector<std::byte*> flat;
       LocalChannel& local = context->local;
       for (std::size_t p = 0; p < n; ++p) {
@@ -86,7 +85,7 @@ struct Run {
   std::uint64_t seed = 0;
   int world_size = 2;
   std::uint64_t window_bytes = 0;
-  bool pulls = false;
+  Way way = Way::kStreamedWindow;
   Place place = Place::kPrivate;
   std::vector<test::OpCase> cases;
 
@@ -97,7 +96,7 @@ struct Run {
     run.world_size = static_cast<int>(2 + rng.below(5));
     const auto n = static_cast<std::uint64_t>(run.world_size);
     run.window_bytes = 3 * n * 256 * (1 + rng.below(64));
-    run.pulls = rng.below(3) == 0;
+    run.way = static_cast<Way>(rng.below(collectives::kNumWays));
     run.place = static_cast<Place>(rng.below(3));
     const std::uint64_t num_cases = 1 + rng.below(4);
     for (std::uint64_t i = 0; i < num_cases; ++i) {
@@ -124,7 +123,7 @@ struct Run {
 
   void play() const {
     base::Rng rng(seed ^ 0xface);
-    LocalGroup group(world_size, window_bytes, pulls);
+    LocalGroup group(world_size, window_bytes, way);
     const auto n = static_cast<std::size_t>(world_size);
     // Rank `slow` gets one turn in a hundred: the others run into every limit that there is.
     const auto slow = static_cast<Rank>(rng.below(2 * n));
@@ -199,7 +198,7 @@ void settle(std::vector<std::unique_ptr<Execution>>& ranks) {
 
 class TwoRanks : public testing::Test {
  protected:
-  TwoRanks() : data_(2), group_(2, 3 * 2 * 4096, true) {}
+  TwoRanks() : data_(2), group_(2, 3 * 2 * 4096, Way::kPull) {}
 
   void begin(OpKind kind, std::uint64_t count) {
     case_ = {kind, 2, count, 0};
@@ -243,7 +242,7 @@ TEST_F(TwoRanks, WithoutWindowsItGoesOverMessages) {
 }
 
 TEST(Agreement, AnnouncedMemoryIsCheckedBeforeItBecomesAnAddress) {
-  LocalGroup group(2, 3 * 2 * 4096, false);
+  LocalGroup group(2, 3 * 2 * 4096, Way::kStreamedWindow);
   const LocalChannel& channel = group[0].local;
   std::vector<float> data(4096);
   OpRequest request;

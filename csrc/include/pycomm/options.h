@@ -29,6 +29,8 @@ struct Options {
   bool shm_disabled = false;
   bool shm_tensors = false;                  // put CPU tensors into shared memory
   std::uint64_t shm_bytes_max = UINT64_MAX;  // shared memory of this process
+  bool tunes = true;                         // finds the best way among ranks of a host by timing
+  std::string tuning_file;                   // what was learnt; empty: in the user's cache
   std::string secret;                        // per-job secret; empty: one host only
   std::string interfaces;                    // PYCOMM_SOCKET_IFNAME
   bool interfaces_are_borrowed = false;      // from a variable of gloo or NCCL: a wish, no order

@@ -32,8 +32,10 @@ class MpiContestant:
             self.call = world.Barrier
             return 0
         given = operations.contribution(what, rank, size, count, op).astype(dtype)
-        mine = given.copy()
-        out = np.zeros(operations.num_outputs(what, size) * count, dtype)
+        pages = self._settings["pages"]
+        mine = operations.new_array(given.size, dtype, pages)
+        mine[:] = given
+        out = operations.new_array(operations.num_outputs(what, size) * count, dtype, pages)
         in_place, reduce_op = MPI.IN_PLACE, _OPS[op]
         right, left = (rank + 1) % size, (rank - 1) % size
         at_root = rank == root

@@ -7,6 +7,7 @@ there are several.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,24 @@ def part_elements(operation: str, size_bytes: int, element_bytes: int, num_ranks
     """Elements of one rank's part for a size column of `size_bytes`."""
     count = size_bytes // element_bytes
     return count // num_ranks if operation in IN_PARTS else count
+
+
+_HUGE_PAGE = 2 << 20
+
+
+def new_array(count: int, dtype: Any, pages: str) -> Array:
+    """Zeroed memory in pages of one kind, so that everyone works on the same: an allocator's own
+    choice would compare allocators. `pages` is "small" or "huge"."""
+    size = count * np.dtype(dtype).itemsize
+    if size < _HUGE_PAGE:
+        return np.zeros(count, dtype)
+    memory = mmap.mmap(-1, size + 2 * _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE if pages == "huge" else mmap.MADV_NOHUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    skew = -whole.ctypes.data % _HUGE_PAGE
+    array: Array = whole[skew : skew + size].view(dtype)
+    array[:] = 0
+    return array
 
 
 def _pattern(rank: int, count: int, op: str) -> Array:

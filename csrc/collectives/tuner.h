@@ -1,0 +1,58 @@
+// Which way an operation among ranks of one host goes is found out by doing it: the first rank
+// times what it does, tells the others its choice with every announcement, and tries the other ways
+// now and then, since neighbours on the machine, or the hypervisor, change what is best.
+//
+// A way never changes a result: folds are in the order of the ranks on all of them.
+// Thread: the owner of the group.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "base/clock.h"
+#include "pycomm/operation.h"
+
+namespace pycomm::collectives {
+
+// How what a rank gives reaches the others.
+enum class Way : std::uint8_t {
+  kStreamedWindow,  // copied past the cache into a window: where caches are far apart
+  kCachedWindow,    // copied into a window: where ranks share a cache
+  kPull,            // read where it lies, by the kernel
+};
+inline constexpr int kNumWays = 3;
+
+class Tuner {
+ public:
+  // The way of the next operation. `may_pull`: it is one that could be pulled.
+  Way choose(OpKind kind, std::uint64_t bytes, bool may_pull);
+  // What it took, from when all had arrived.
+  void record(OpKind kind, std::uint64_t bytes, Way way, base::TimeNs spent);
+
+  // One line a kind and size: what was learnt, for a file; and back. A text that is not of
+  // to_text() is not taken, or only the lines before it are.
+  std::string to_text() const;
+  void from_text(const std::string& text);
+
+  // What is taken before anything is known.
+  static Way first_guess(OpKind kind, std::uint64_t bytes, bool is_crowded);
+
+ private:
+  struct Arm {
+    double ns = 0;  // smoothed
+    std::uint32_t count = 0;
+  };
+  struct Cell {
+    std::array<Arm, kNumWays> arms;
+    std::uint32_t since_trial = 0;
+    std::uint32_t strikes = 0;  // surprises in a row
+  };
+  static constexpr int kClasses = 40;  // of sizes, by powers of two
+
+  Cell& cell(OpKind kind, std::uint64_t bytes);
+
+  std::array<std::array<Cell, kClasses>, kNumCollectives> cells_{};
+};
+
+}  // namespace pycomm::collectives
