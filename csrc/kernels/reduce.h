@@ -18,8 +18,8 @@ struct ReduceKernels {
   // out[i] = a[i] op b[i], i < count elements. out may be a or b, not overlap them otherwise.
   void (*combine)(std::byte* out, const std::byte* a, const std::byte* b, std::uint64_t count,
                   DType dtype, ReduceOp op);
-  // For one block of up to kFoldBlockBytes bytes (any size for two inputs, at most two outputs and
-  // no scale): every outputs[k][i] = inputs[0][i] op
+  // For one block of up to kFoldBlockBytes bytes (any size for two inputs and at most two
+  // outputs): every outputs[k][i] = inputs[0][i] op
   // inputs[1][i] op ... in that order. 16-bit floats round once, after the last input, then are
   // scaled when scale != 1. outputs may alias inputs.
   void (*fold_block)(std::byte* const* outputs, int num_outputs, const std::byte* const* inputs,

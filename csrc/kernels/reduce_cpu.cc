@@ -56,8 +56,7 @@ void fold(const FoldOutputs& outputs, const std::byte* const* inputs, int num_in
   const std::uint64_t element_bytes = dtype_bytes(dtype);
   const std::uint64_t block = kFoldBlockBytes / element_bytes;
   // Two inputs need no accumulator block: one pass over everything.
-  const bool is_one_pass =
-      num_inputs == 2 && outputs.num_cached <= 2 && scale == 1.0 && outputs.num_streamed == 0;
+  const bool is_one_pass = num_inputs == 2 && outputs.num_cached <= 2 && outputs.num_streamed == 0;
   if (outputs.num_streamed == 0 && (count <= block || is_one_pass)) {
     kernels.fold_block(outputs.cached, outputs.num_cached, inputs, num_inputs, count, dtype, op,
                        scale);

@@ -118,9 +118,21 @@ TEST_P(Kernels, CombineEqualsTheReferenceForEveryTypeAndReduction) {
   }
 }
 
+TEST_P(Kernels, CopiesPastTheCacheCopyEveryByte) {
+  for (const std::uint64_t bytes : {0u, 1u, 63u, 64u, 200u, 5000u}) {
+    for (const std::size_t shift : {0u, 1u, 33u}) {
+      std::vector<std::byte> from(bytes), to(bytes + 128, std::byte{0x5a});
+      for (std::size_t i = 0; i < bytes; ++i) from[i] = static_cast<std::byte>(i * 7);
+      kernels_->stream(to.data() + shift, from.data(), bytes);
+      ASSERT_EQ(std::memcmp(to.data() + shift, from.data(), bytes), 0);
+      ASSERT_EQ(to[shift + bytes], std::byte{0x5a});
+    }
+  }
+}
+
 TEST_P(Kernels, FoldOfManyInputsEqualsTheReference) {
   base::Rng rng(11);
-  for (const int num_inputs : {1, 2, 3, 8}) {
+  for (const int num_inputs : {1, 2, 3, 4, 5, 8}) {
     for (const int num_outputs : {1, 2, 3}) {
       for (const double scale : {1.0, 0.5}) {
         constexpr std::uint64_t kCount = 777;
@@ -207,6 +219,61 @@ TEST(Kernels, SetsAgreeToTheLastBitOnRandomFloats) {
                 << " " << q;
           }
         });
+      }
+    }
+  }
+}
+
+// Also of the smallest, and of what is no number: every 16-bit float meets many others, in one pass
+// over two to five inputs, into one to three outputs, at every offset into a vector.
+TEST(Kernels, SetsAgreeOnEverySixteenBitFloat) {
+  base::Rng rng(5);
+  constexpr std::uint64_t kCount = 0x10000 + 37;
+  const std::uint64_t bytes = kCount * 2;
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    for (const int num_inputs : {2, 3, 5}) {
+      std::vector<std::vector<std::uint16_t>> in(static_cast<std::size_t>(num_inputs));
+      std::vector<const std::byte*> inputs;
+      for (auto& values : in) {
+        for (std::uint64_t i = 0; i < kCount; ++i) {
+          values.push_back(static_cast<std::uint16_t>(inputs.empty() ? i : rng.next()));
+        }
+        inputs.push_back(reinterpret_cast<std::byte*>(values.data()));
+      }
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kProduct}) {
+        for (const double scale : {1.0, 0.25}) {
+          const auto folded = [&](const char* name) {
+            std::vector<std::vector<std::byte>> out(3, std::vector<std::byte>(bytes));
+            constexpr std::uint64_t kBlock = kFoldBlockBytes / 2;
+            for (std::uint64_t first = 0; first < kCount; first += kBlock) {
+              std::vector<const std::byte*> from;
+              std::vector<std::byte*> to;
+              for (const std::byte* input : inputs) from.push_back(input + 2 * first);
+              for (auto& output : out) to.push_back(output.data() + 2 * first);
+              reduce_kernels_named(name)->fold_block(to.data(), 3, from.data(), num_inputs,
+                                                     std::min(kBlock, kCount - first), dtype, op,
+                                                     scale);
+            }
+            EXPECT_TRUE(out[0] == out[1] && out[0] == out[2]);
+            return out[0];
+          };
+          const auto expected = folded("portable");
+          for (const char* name : {"avx2", "avx512"}) {
+            if (reduce_kernels_named(name) == nullptr) continue;
+            const auto got = folded(name);
+            for (std::uint64_t i = 0; i < kCount; ++i) {
+              std::uint16_t x, y;
+              std::memcpy(&x, expected.data() + 2 * i, 2);
+              std::memcpy(&y, got.data() + 2 * i, 2);
+              // Whose sign a sum of two NaN has is the processor's to choose.
+              const std::uint16_t infinity = dtype == DType::kFloat16 ? 0x7c00 : 0x7f80;
+              const bool are_nan = (x & 0x7fff) > infinity && (y & 0x7fff) > infinity;
+              ASSERT_TRUE(x == y || are_nan)
+                  << name << " " << to_string(dtype) << " " << to_string(op) << " of " << num_inputs
+                  << ", scale " << scale << ", element " << i << ": " << x << " " << y;
+            }
+          }
+        }
       }
     }
   }
