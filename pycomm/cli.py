@@ -233,6 +233,37 @@ def print_limits(json_path: Path | None) -> None:
 @main.command(
     epilog="""\b
 Examples:
+  pycomm performance --out docs            the whole page, about half an hour
+  pycomm performance private shared        two chapters of it, into ./performance"""
+)
+@click.option(
+    "--out",
+    default="performance",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Folder for performance.md, its pictures and performance.json.",
+)
+@click.option("-m", "--rounds", default=15, show_default=True, type=COUNT, help="Rounds.")
+@click.argument("only", metavar="[CHAPTER]...", nargs=-1)
+def performance(out: Path, rounds: int, only: tuple[str, ...]) -> None:
+    """Measures pycomm beside gloo, three MPIs and the barest loops, and writes a page about it.
+
+    Chapters: core, small, dispatch, private, huge, large, shared, shared256, torch, four, bfloat16,
+    training.
+    """
+    from pycomm.bench.gang import GangError
+    from pycomm.bench.performance import write
+
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        sys.exit(write(out, rounds, only))
+    except (ValueError, GangError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command(
+    epilog="""\b
+Examples:
   pycomm demo                                the standard library's source, two ranks
   pycomm demo --data '~/books/*.txt' --steps 1000
   pycomm demo --np 4 --backend gloo          the same over another backend"""

@@ -4,6 +4,7 @@
 
 #include "bare_loops.h"
 #include "communicator.h"
+#include "core_latency.h"
 #include "machine_limits.h"
 #include "pycomm/communicator.h"
 
@@ -55,6 +56,14 @@ PYBIND11_MODULE(_core, m) {
                                            has_huge_pages ? Pages::kHuge : Pages::kSmall);
       },
       py::arg("operation"), py::arg("bytes"), py::arg("has_huge_pages"));
+  m.def(
+      "core_latency",
+      [](std::uint64_t bytes) {
+        const pycomm::bench::Latency latency = pycomm::bench::core_all_reduce_latency(bytes);
+        return std::make_pair(latency.p50_s, latency.p99_s);
+      },
+      py::arg("bytes"));
+  m.def("flag_exchange_ns", &pycomm::bench::flag_exchange_ns, py::arg("rounds"));
   m.def("bare_shared_seconds", &pycomm::bench::bare_shared_seconds, py::arg("bytes"));
   m.def("resolve_settings", &resolve_settings,
         py::arg("arguments") = std::map<std::string, std::string>(),

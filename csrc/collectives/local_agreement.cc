@@ -14,29 +14,45 @@ constexpr std::uint64_t kPagePartsBytesMin = 256 * 1024;
 
 bool is_mapped(std::uint64_t place) { return (place & kInArena) != 0; }
 
+// Peers work on whole elements: what is not aligned to them counts as private.
 std::uint64_t place_of(const LocalChannel& channel, Rank rank, const std::byte* data,
-                       std::uint64_t bytes) {
+                       std::uint64_t bytes, std::uint64_t element_bytes) {
   if (data == nullptr) return 0;
   const std::byte* arena = channel.arenas[static_cast<std::size_t>(rank)];
-  if (arena != nullptr && data >= arena && data + bytes <= arena + channel.arena_bytes) {
-    return kInArena | static_cast<std::uint64_t>(data - arena);
-  }
+  const bool is_inside =
+      arena != nullptr && data >= arena && data + bytes <= arena + channel.arena_bytes;
+  const auto offset = static_cast<std::uint64_t>(data - arena);
+  if (is_inside && offset % element_bytes == 0) return kInArena | offset;
   return reinterpret_cast<std::uint64_t>(data);
 }
 
-// Moves whose giver's tensor others could read themselves.
-bool could_be_pulled(const OpRequest& request) {
-  return !reduces(request.kind) && !request.splits && !request.input_parts;
+// Above this, folding everything everywhere cannot pay.
+constexpr std::uint64_t kSwapBytesMax = 512 * 1024;
+
+// Of what all ranks know alike: whether an operation of this kind and size could go a way.
+bool could_go(Way way, const OpRequest& request, int world_size) {
+  switch (way) {
+    case Way::kPull: return !reduces(request.kind) && request.kind != OpKind::kAllToAllUneven;
+    case Way::kSwap:
+      return request.kind == OpKind::kAllReduce &&
+             request.bytes() * static_cast<std::uint64_t>(world_size - 1) <= kSwapBytesMax;
+    default: return true;
+  }
 }
 
 Way choose_way(const LocalChannel& channel, const GroupShape& shape, const OpRequest& request,
-               const Sizes& sizes) {
+               const Sizes& sizes, int world_size) {
   if (shape.way) return *shape.way;
   if (channel.tuner == nullptr) {
     return Tuner::first_guess(request.kind, request.bytes(), shape.is_crowded);
   }
-  return channel.tuner->choose(request.kind, sizes.input + sizes.output,
-                               channel.puller != nullptr && could_be_pulled(request));
+  Tuner::Ways possible{};
+  for (std::size_t way = 0; way < possible.size(); ++way) {
+    possible[way] = could_go(static_cast<Way>(way), request, world_size);
+  }
+  possible[static_cast<std::size_t>(Way::kPull)] &=
+      channel.puller != nullptr && !request.input_parts;
+  return channel.tuner->choose(request.kind, sizes.input + sizes.output, possible);
 }
 
 // Whether results are so large that the cache would not keep them. In place they are in it already.
@@ -56,14 +72,17 @@ Announcement make_announcement(LocalChannel& channel, const GroupShape& shape,
     channel.window = channel.allocate_window(channel.window_bytes);
   }
   const Sizes sizes = sizes_of(request, world_size);
+  const std::uint64_t element = dtype_bytes(request.dtype);
   Announcement mine;
   if (!request.splits) {
-    if (!request.input_parts) mine.input = place_of(channel, rank, request.input, sizes.input);
-    if (!request.output_parts) mine.output = place_of(channel, rank, request.output, sizes.output);
+    if (!request.input_parts)
+      mine.input = place_of(channel, rank, request.input, sizes.input, element);
+    if (!request.output_parts)
+      mine.output = place_of(channel, rank, request.output, sizes.output, element);
   }
   mine.pulls = channel.puller != nullptr ? 1 : 0;
   if (rank == 0) {
-    mine.way = static_cast<std::uint32_t>(choose_way(channel, shape, request, sizes));
+    mine.way = static_cast<std::uint32_t>(choose_way(channel, shape, request, sizes, world_size));
   }
   if (channel.window != nullptr) {
     const std::byte* segment = channel.segments[static_cast<std::size_t>(rank)];
@@ -131,19 +150,20 @@ Result<LocalDecision> decide(const LocalChannel& channel, const GroupShape& shap
     if (plan.has_results() && plan.takes_results(p)) takers_are_mapped &= peer.output != nullptr;
     decision.peers.push_back(peer);
   }
-  const bool can_pull =
-      all_pull && channel.puller != nullptr && all_can_be_read && could_be_pulled(request);
-  // A word that is no Way is as good as one that cannot be gone.
-  decision.way =
-      announced[0].way < kNumWays ? static_cast<Way>(announced[0].way) : Way::kStreamedWindow;
-  if (decision.way == Way::kPull && !can_pull) decision.way = Way::kStreamedWindow;
+  // Alike on every rank: from what all announced, and from nothing else. A word that is no Way is
+  // as good as one that cannot be gone.
+  const auto word = static_cast<Way>(announced[0].way);
+  const bool is_way = announced[0].way < kNumWays && could_go(word, request, n);
+  if (is_way && (word != Way::kPull || (all_pull && all_can_be_read))) decision.way = word;
   const bool is_mapped_all = all_are_mapped && all_can_be_read;
   decision.is_a_choice = !is_mapped_all;
   plan.is_direct = is_mapped_all || decision.way == Way::kPull;
+  plan.swaps = !plan.is_direct && decision.way == Way::kSwap;
   plan.pushes = plan.is_direct && plan.has_results() && takers_are_mapped;
   const bool needs_windows = !plan.is_direct || (plan.has_results() && !plan.pushes);
   if (needs_windows && !all_have_windows) return decision;
-  plan.caches_windows = decision.way == Way::kCachedWindow;
+  plan.caches_windows =
+      decision.way == Way::kCachedWindow || (decision.way == Way::kSwap && shape.is_crowded);
   plan.is_streamed = streams(shape, request, sizes);
   cut_into_rounds(plan, request.splits ? longest_split : plan.longest(), element_bytes,
                   channel.window_bytes);

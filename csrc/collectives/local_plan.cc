@@ -45,6 +45,7 @@ std::uint64_t LocalPlan::taken_at(Rank from) const {
 }
 
 Span LocalPlan::folded(Rank r) const {
+  if (swaps) return {0, count};
   if (kind == OpKind::kReduceScatter) return {static_cast<std::uint64_t>(r) * count, count};
   // Of two ranks the root takes everything: the other one's copy and its fold overlap.
   if (kind == OpKind::kReduce && world_size == 2) return {0, r == root ? count : 0};
@@ -69,7 +70,7 @@ Span LocalPlan::own(std::uint64_t* at) const {
 }
 
 std::uint64_t LocalPlan::longest() const {
-  if (kind == OpKind::kAllReduce || kind == OpKind::kReduce) {
+  if (has_results()) {
     // Parts are cut in order, none longer than the first but for the root's whole.
     return world_size == 2 && kind == OpKind::kReduce ? count : folded(0).count;
   }

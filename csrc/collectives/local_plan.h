@@ -31,6 +31,7 @@ struct LocalPlan {
   std::uint64_t chunk = 1;         // elements of a round
   std::uint64_t rounds = 0;
   bool is_direct = false;       // takers read givers' tensors, else windows
+  bool swaps = false;           // everyone is given everything, and folds all of it
   bool pushes = false;          // folded results go straight into the tensors of all takers
   bool is_streamed = false;     // results bypass the cache
   bool caches_windows = false;  // else what goes into windows does
@@ -38,7 +39,8 @@ struct LocalPlan {
   bool folds() const { return reduces(kind); }
   // Whether a giver's chunk is the same for everyone.
   bool is_common() const {
-    return kind == OpKind::kAllGather || kind == OpKind::kGather || kind == OpKind::kBroadcast;
+    return swaps || kind == OpKind::kAllGather || kind == OpKind::kGather ||
+           kind == OpKind::kBroadcast;
   }
   bool is_giver(Rank r) const {
     return r == root || (kind != OpKind::kBroadcast && kind != OpKind::kScatter);
@@ -52,11 +54,13 @@ struct LocalPlan {
   Span folded(Rank r) const;
   // Whether r takes what others have folded.
   bool takes_results(Rank r) const {
-    return kind == OpKind::kAllReduce || (kind == OpKind::kReduce && r == root);
+    return has_results() && (kind == OpKind::kAllReduce || r == root);
   }
   // What this rank gives itself: [from, count) of its input, at `at` of its output.
   Span own(std::uint64_t* at) const;
-  bool has_results() const { return kind == OpKind::kAllReduce || kind == OpKind::kReduce; }
+  bool has_results() const {
+    return (kind == OpKind::kAllReduce && !swaps) || kind == OpKind::kReduce;
+  }
 
   // The larger of all spans, which says how many rounds there are; alike on every rank but for
   // uneven splits, where the caller knows.

@@ -266,7 +266,7 @@ void LocalRun::fold(std::uint64_t c) {
     } else if (is_mine) {
       outputs[static_cast<std::size_t>(num_outputs++)] = request_.output_at(at);
     }
-    if (plan_.kind == OpKind::kAllReduce || (plan_.has_results() && me != plan_.root)) {
+    if (plan_.has_results() && (plan_.kind == OpKind::kAllReduce || me != plan_.root)) {
       std::byte* cell = channel_.window + cell_offset(c, me);
       if (plan_.caches_windows) {
         outputs[static_cast<std::size_t>(num_outputs++)] = cell;

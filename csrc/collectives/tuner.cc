@@ -20,16 +20,17 @@ Tuner::Cell& Tuner::cell(OpKind kind, std::uint64_t bytes) {
   return cells_[static_cast<std::size_t>(kind)][static_cast<std::size_t>(size_class)];
 }
 
-Way Tuner::choose(OpKind kind, std::uint64_t bytes, bool may_pull) {
+Way Tuner::choose(OpKind kind, std::uint64_t bytes, const Ways& possible) {
   Cell& here = cell(kind, bytes);
-  const int num_ways = may_pull ? kNumWays : kNumWays - 1;
-  int best = -1, rarest = 0;
-  for (int way = 0; way < num_ways; ++way) {
-    const Arm& arm = here.arms[static_cast<std::size_t>(way)];
+  std::size_t best = kNumWays, rarest = kNumWays;
+  for (std::size_t way = 0; way < kNumWays; ++way) {
+    const Arm& arm = here.arms[way];
+    if (!possible[way]) continue;
     if (arm.count < kTrials) return static_cast<Way>(way);
-    if (best < 0 || arm.ns < here.arms[static_cast<std::size_t>(best)].ns) best = way;
-    if (arm.count < here.arms[static_cast<std::size_t>(rarest)].count) rarest = way;
+    if (best == kNumWays || arm.ns < here.arms[best].ns) best = way;
+    if (rarest == kNumWays || arm.count < here.arms[rarest].count) rarest = way;
   }
+  if (best == kNumWays) return Way::kStreamedWindow;
   if (++here.since_trial < kTrialEvery) return static_cast<Way>(best);
   here.since_trial = 0;
   return static_cast<Way>(rarest);
@@ -78,7 +79,9 @@ void Tuner::from_text(const std::string& text) {
   std::string name;
   std::uint64_t size_class = 0;
   std::array<std::uint64_t, kNumWays> ns{};
-  while (lines >> name >> size_class >> ns[0] >> ns[1] >> ns[2]) {
+  while (lines >> name >> size_class) {
+    for (std::uint64_t& value : ns) lines >> value;
+    if (!lines) return;
     std::size_t kind = 0;
     while (kind < cells_.size() && name != to_string(static_cast<OpKind>(kind))) ++kind;
     const bool is_plausible = std::all_of(

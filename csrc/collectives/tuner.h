@@ -20,13 +20,15 @@ enum class Way : std::uint8_t {
   kStreamedWindow,  // copied past the cache into a window: where caches are far apart
   kCachedWindow,    // copied into a window: where ranks share a cache
   kPull,            // read where it lies, by the kernel
+  kSwap,            // everything to everyone, and everyone folds all: where turns count, not bytes
 };
-inline constexpr int kNumWays = 3;
+inline constexpr int kNumWays = 4;
 
 class Tuner {
  public:
-  // The way of the next operation. `may_pull`: it is one that could be pulled.
-  Way choose(OpKind kind, std::uint64_t bytes, bool may_pull);
+  // The way of the next operation, of those that are `possible`.
+  using Ways = std::array<bool, kNumWays>;
+  Way choose(OpKind kind, std::uint64_t bytes, const Ways& possible);
   // What it took, from when all had arrived.
   void record(OpKind kind, std::uint64_t bytes, Way way, base::TimeNs spent);
 

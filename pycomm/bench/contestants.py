@@ -11,7 +11,7 @@ import numpy as np
 
 import pycomm
 from pycomm.bench.peer import operations
-from pycomm.bench.plan import DTYPES, SHARED, Settings
+from pycomm.bench.plan import DTYPES, FAKE, SHARED, Settings
 
 
 class TorchContestant:
@@ -54,9 +54,9 @@ class TorchContestant:
         if self._is_shared:
             with pycomm.shared_memory():
                 return torch.zeros(count, dtype=dtype)
-        size = count * dtype.itemsize
+        size = max(count, 1) * dtype.itemsize
         memory = operations.new_array(size, np.uint8, self._settings.pages)
-        return torch.from_numpy(memory).view(dtype)
+        return torch.from_numpy(memory).view(dtype)[:count]
 
     def _make_issue(self, mine: Any, out: Any) -> Callable[[bool], Any]:
         dist, group, root = self._dist, self._group, self._settings.root
@@ -112,7 +112,8 @@ class NumpyContestant:
 
     def __init__(self, settings: Settings, comm: Any, *, is_shared: bool = False) -> None:
         self._settings, self._comm, self._is_shared = settings, comm, is_shared
-        self._issue: Callable[[bool], Any] = lambda is_async: None
+        self.call: Callable[[], Any] = comm.barrier
+        self._start: Callable[[], list[Any]] = list
 
     def prepare(self, size_bytes: int, count: int, is_checked: bool) -> int:
         """Makes the buffers of a size; returns the number of wrong elements of one run."""
@@ -126,29 +127,36 @@ class NumpyContestant:
         out = self._new(operations.num_outputs(s.operation, comm.size) * count, dtype)
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
-        def sendrecv(is_async: bool) -> Any:
-            if not is_async:
-                return comm.sendrecv(mine, right, out, left)
-            return [
-                comm.recv(out, left, async_op=True),
-                comm.send(mine, right, async_op=True),
-            ]
-
-        self._issue = {
-            "barrier": lambda a: comm.barrier(async_op=a),
-            "all_reduce": lambda a: comm.all_reduce(mine, op, async_op=a),
-            "reduce": lambda a: comm.reduce(mine, op, root=s.root, async_op=a),
-            "reduce_scatter": lambda a: comm.reduce_scatter(mine, op, out=out, async_op=a),
-            "all_gather": lambda a: comm.all_gather(mine, out=out, async_op=a),
-            "all_to_all": lambda a: comm.all_to_all(mine, out=out, async_op=a),
-            "broadcast": lambda a: comm.broadcast(mine, root=s.root, async_op=a),
-            "gather": lambda a: comm.gather(mine, root=s.root, out=out, async_op=a),
-            "scatter": lambda a: comm.scatter(mine, out, root=s.root, async_op=a),
-            "sendrecv": sendrecv,
+        root = s.root
+        # As a program would write it, like the MPIs' calls.
+        self.call = {
+            "barrier": comm.barrier,
+            "all_reduce": lambda: comm.all_reduce(mine, op),
+            "reduce": lambda: comm.reduce(mine, op, root=root),
+            "reduce_scatter": lambda: comm.reduce_scatter(mine, op, out=out),
+            "all_gather": lambda: comm.all_gather(mine, out=out),
+            "all_to_all": lambda: comm.all_to_all(mine, out=out),
+            "broadcast": lambda: comm.broadcast(mine, root=root),
+            "gather": lambda: comm.gather(mine, root=root, out=out),
+            "scatter": lambda: comm.scatter(mine, out, root=root),
+            "sendrecv": lambda: comm.sendrecv(mine, right, out, left),
+        }[s.operation]
+        later: Any = {"async_op": True}
+        self._start = {
+            "barrier": lambda: [comm.barrier(**later)],
+            "all_reduce": lambda: [comm.all_reduce(mine, op, **later)],
+            "reduce": lambda: [comm.reduce(mine, op, root=root, **later)],
+            "reduce_scatter": lambda: [comm.reduce_scatter(mine, op, out=out, **later)],
+            "all_gather": lambda: [comm.all_gather(mine, out=out, **later)],
+            "all_to_all": lambda: [comm.all_to_all(mine, out=out, **later)],
+            "broadcast": lambda: [comm.broadcast(mine, root=root, **later)],
+            "gather": lambda: [comm.gather(mine, root=root, out=out, **later)],
+            "scatter": lambda: [comm.scatter(mine, out, root=root, **later)],
+            "sendrecv": lambda: [comm.recv(out, left, **later), comm.send(mine, right, **later)],
         }[s.operation]
         if not is_checked or s.operation == "barrier":
             return 0
-        self._issue(False)
+        self.call()
         got = mine if s.operation in ("all_reduce", "reduce", "broadcast") else out
         want = operations.expected(s.operation, comm.rank, comm.size, count, s.op, s.root)
         wrong = operations.count_wrong(got, want)
@@ -160,14 +168,10 @@ class NumpyContestant:
             return pycomm.shared_empty(count, dtype)
         return operations.new_array(count, dtype, self._settings.pages)
 
-    def call(self) -> None:
-        """Runs the operation once."""
-        self._issue(False)
-
     def call_many(self, times: int) -> None:
         """Issues the operation `times` times, then waits for all."""
-        for works in [self._issue(True) for _ in range(times)]:
-            for work in works if isinstance(works, list) else [works]:
+        for works in [self._start() for _ in range(times)]:
+            for work in works:
                 work.wait()
 
     def barrier(self) -> None:
@@ -183,6 +187,11 @@ def open_torch(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == FAKE:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group(FAKE, rank=rank, world_size=world_size, store=FakeStore())
+        return TorchContestant(settings, dist.group.WORLD)
     dist.init_process_group(
         "pycomm" if backend == SHARED else backend,
         init_method=init_method,

@@ -23,6 +23,7 @@ DTYPES = {
 # Contestants that are no backend: pycomm on tensors in shared memory, and the barest loops, which
 # take turns with the rest.
 SHARED = "shared"
+FAKE = "fake"  # torch's backend that does nothing: what a call costs above any backend
 BOUND = "bound"
 BOUND_SHARED = "bound-shared"
 BOUNDS = (BOUND, BOUND_SHARED)

@@ -177,7 +177,7 @@ def draw_all(path: Path, runs: list[Run]) -> None:
             axes.text(x, y, text, ha="center", va="center", fontsize=8)
     norm = LogNorm(1 / 64, 64, clip=True) if peers else LogNorm()  # yellow: equally fast
     axes.imshow(cells, cmap="RdYlGn" if peers else "viridis_r", norm=norm, aspect="auto", alpha=0.6)
-    axes.set_xticks(range(len(sizes)), [_short(size) for size in sizes])
+    axes.set_xticks(range(len(sizes)), [short_size(size) for size in sizes])
     axes.set_yticks(range(len(runs)), [run.settings.operation for run in runs])
     what = f"times faster than {peers[0]}" if peers else "median time (us)"
     axes.set_title(f"{first}, {runs[0].world_size} ranks: {what}", fontsize=10)
@@ -186,7 +186,8 @@ def draw_all(path: Path, runs: list[Run]) -> None:
     plt.close(figure)
 
 
-def _short(size: int) -> str:
+def short_size(size: int) -> str:
+    """A size in its largest unit: 16 MiB."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:g} {name}"

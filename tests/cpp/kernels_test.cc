@@ -344,5 +344,39 @@ TEST(CudaTwin, StridedBodiesCoverEveryElementOnce) {
   }
 }
 
+// The one-pass fold of the device against the CPU's, to the bit, for every type and reduction.
+TEST(CudaTwin, FoldsAsTheCpuDoes) {
+  base::Rng rng(17);
+  constexpr std::uint64_t kCount = 333;
+  for (int d = 0; d < kNumDTypes; ++d) {
+    const auto dtype = static_cast<DType>(d);
+    with_element_type(dtype, [&](auto zero) {
+      using T = decltype(zero);
+      for (const ReduceOp op : kOps) {
+        if (!is_reducible(dtype, op)) continue;
+        const double scale = op == ReduceOp::kAvg ? 0.25 : 1.0;
+        std::vector<std::vector<T>> in(4);
+        FoldInputs<T> inputs{};
+        std::vector<const std::byte*> bytes;
+        for (auto& values : in) {
+          for (std::uint64_t i = 0; i < kCount; ++i) values.push_back(element<T>(rng.next()));
+          inputs.data[inputs.count++] = values.data();
+          bytes.push_back(reinterpret_cast<std::byte*>(values.data()));
+        }
+        std::vector<T> out(kCount), expected(kCount);
+        with_reduce_op<T>(op, [&](auto functor) {
+          for (std::uint64_t t = 0; t < 64; ++t) {
+            fold_strided(out.data(), inputs, kCount, functor, scale, t, 64);
+          }
+        });
+        auto* target = reinterpret_cast<std::byte*>(expected.data());
+        reduce_kernels().fold_block(&target, 1, bytes.data(), 4, kCount, dtype, op, scale);
+        ASSERT_EQ(std::memcmp(out.data(), expected.data(), kCount * sizeof(T)), 0)
+            << to_string(dtype) << " " << to_string(op);
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace pycomm::kernels

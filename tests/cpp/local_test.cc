@@ -43,6 +43,7 @@ class LocalGroup : public collectives::Puller {
       context->world_size = world_size;
       context->shape.shares_memory = true;
       context->shape.way = way;
+      context->shape.is_crowded = world_size % 2 == 1;
       context->shape.stream_bytes_min = 256 * 1024;
       std::vector<std::byte*> flat;
       LocalChannel& local = context->local;
