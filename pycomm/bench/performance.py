@@ -115,12 +115,15 @@ def chapters(rounds: int) -> list[Chapter]:
 def write(folder: Path, rounds: int, only: tuple[str, ...]) -> int:
     """Measures everything, or the chapters `only`, and writes `performance.md`, its pictures and
     `performance.json` to `folder`. Returns the exit status."""
-    set_up_missing(list(_MPIS))
     known = [*(c.name for c in chapters(rounds)), "core", "bfloat16", "training"]
     unknown = set(only) - set(known)
     if unknown:
         raise ValueError(f"no such chapter: {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = [c for c in chapters(rounds) if not only or c.name in only]
+    needed = {name for c in chosen for name in c.settings.backends if name in PEERS}
+    if not only or "core" in only:
+        needed |= {"openmpi", "mpich"}
+    set_up_missing(sorted(needed))
     parts: list[str] = [_head(rounds)]
     raw: dict[str, Any] = {"machine": machine(), "load_before": other_load()}
     with Progress(transient=True) as progress:

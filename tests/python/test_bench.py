@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -226,3 +227,65 @@ def test_help_shows_examples() -> None:
     for command in ("bench", "demo", "run", "doctor"):
         result = CliRunner().invoke(main, [command, "--help"])
         assert "Examples:" in result.output
+
+
+@pytest.mark.parametrize("operation", [o for o in operations.OPERATIONS if o != "barrier"])
+def test_every_operation_has_a_bare_loop(operation: str) -> None:
+    from pycomm import _core
+
+    small, large = (_core.bare_seconds(operation, n, False) for n in (65536, 4 << 20))
+    assert 0 < small < large < 1
+
+
+@pytest.mark.parametrize("api", ["torch", "numpy"])
+def test_bounds_and_shared_tensors_take_turns_with_the_rest(api: str) -> None:
+    settings = Settings(
+        "all_reduce",
+        [65536],
+        api=api,
+        rounds=2,
+        iterations=2,
+        backends=("pycomm", "shared", "bound", "bound-shared"),
+    )
+    rows: list[Row] = []
+    measure_gangs(settings, 2, pin=False, report=rows.append)
+    assert {name: len(laps) for name, laps in rows[0].seconds.items()} == dict.fromkeys(
+        settings.backends, 2
+    )
+    assert rows[0].wrong == {"pycomm": 0, "shared": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["all_reduce", "--vs", "bound", "--np", "3"], "2 ranks"),
+        (["all_gather", "--vs", "bound-shared"], "all_reduce"),
+    ],
+)
+def test_bounds_that_there_are_not_are_refused(words: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(main, ["bench", *words])
+    assert result.exit_code == 2 and complaint in result.output
+
+
+def test_buffers_lie_in_pages_of_the_kind_that_was_asked_for() -> None:
+    small, huge = (operations.new_array(2 << 20, np.float32, kind) for kind in ("small", "huge"))
+    assert small.ctypes.data % (2 << 20) == huge.ctypes.data % (2 << 20) == 0
+    assert not small.any() and not huge.any()
+    small[:] = 1
+    assert small.sum() == 2 << 20
+
+
+def test_a_page_about_performance_is_written_from_what_was_measured(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        main, ["performance", "bfloat16", "-m", "2", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "performance.md").read_text()
+    assert "bfloat16" in page and "us" in page
+    raw = json.loads((tmp_path / "performance.json").read_text())
+    assert raw["bfloat16"]["float"]["wrong"] == {"pycomm": 0}
+
+
+def test_a_chapter_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["performance", "nonsense", "--out", str(tmp_path)])
+    assert result.exit_code == 1 and "there are small" in result.output
