@@ -6,7 +6,8 @@ TORCH ?= torch==2.13.0
 export PYTHON VENV TORCH
 BIN := $(abspath $(VENV))/bin
 
-STAGES := core-tests python-tests simulate sanitize fuzz cuda install-check large-messages quic-probe
+STAGES := core-tests python-tests simulate sanitize fuzz cuda aarch64 install-check large-messages \
+  quic-probe
 .PHONY: help demo test test-all prove lint format install clean $(STAGES)
 
 help: ## This list.
@@ -22,9 +23,9 @@ test: ## The tests: at most 10 minutes, no root, no VM.
 	@bash .ci/setup.sh test
 	@bash .ci/stages.sh core-tests python-tests
 
-test-all: ## The tests, 10,000 simulations, sanitizers, fuzzers, CUDA compilation and the probes.
+test-all: ## The tests, 10,000 simulations, sanitizers, fuzzers, CUDA and aarch64 builds, the probes.
 	@bash .ci/setup.sh test-all
-	@bash .ci/stages.sh core-tests python-tests simulate sanitize fuzz cuda \
+	@bash .ci/stages.sh core-tests python-tests simulate sanitize fuzz cuda aarch64 \
 	  install-check large-messages quic-probe prove
 
 prove: ## Five claims of the transport contract, one line each.

@@ -17,10 +17,14 @@ core_tests() { # without torch and Python in sight
   build release && ctest --test-dir build/release --output-on-failure --no-tests=error
 }
 
-# Whole collectives under delay, reordering, loss, partition and death: 10,000 seeds.
+# Whole collectives under delay, reordering, loss, partition and death: 10,000 seeds; and ranks of
+# one host in 20,000 orders of turns.
 simulate() {
-  build release && SIM_SCENARIOS=5000 build/release/tests/cpp/simulation_test --gtest_brief=1
+  build release && SIM_SCENARIOS=5000 build/release/tests/cpp/simulation_test --gtest_brief=1 &&
+    SIM_SCENARIOS=20000 build/release/tests/cpp/local_test --gtest_brief=1
 }
+
+aarch64() { .ci/aarch64.sh; }
 
 large_messages() { TEST_LARGE=1 python -m pytest -q tests/python/test_large_messages.py; }
 
@@ -102,13 +106,13 @@ prove() {
   return $failed
 }
 
-declare -A budget=([core-tests]=600 [python-tests]=700 [simulate]=200 [large-messages]=300 [sanitize]=700 [fuzz]=200 [cuda]=200 [install-check]=240 [quic-probe]=150 [prove]=300)
+declare -A budget=([core-tests]=600 [python-tests]=700 [simulate]=200 [large-messages]=300 [sanitize]=700 [fuzz]=200 [cuda]=200 [aarch64]=300 [install-check]=240 [quic-probe]=150 [prove]=300)
 mkdir -p build
 status=0
 for stage in "$@"; do
   start=$SECONDS
   printf '\n=== %s\n' "$stage"
-  export -f build core_tests simulate large_messages python_tests sanitize fuzz cuda install_check quic_probe prove
+  export -f build core_tests simulate large_messages python_tests sanitize fuzz cuda aarch64 install_check quic_probe prove
   timeout --foreground "${budget[$stage]:?unknown stage}" bash -c "set -uo pipefail; ${stage//-/_}"
   code=$?
   [ $code -eq 124 ] && echo "stage $stage ran past its ${budget[$stage]} s"
