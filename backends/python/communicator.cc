@@ -71,6 +71,17 @@ class PythonStore final : public Store {
   py::object store_;
 };
 
+// As little as there is to letting go of the interpreter.
+class WithoutGil {
+ public:
+  WithoutGil() : thread_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(thread_); }
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const thread_;
+};
+
 // What is asked for, apart from the arrays.
 struct Call {
   OpKind kind;
@@ -187,7 +198,8 @@ class Group {
   void run(const Arguments& arguments) {
     const std::shared_ptr<Communicator> communicator = held();
     std::vector<std::unique_ptr<Array>> arrays;
-    const OpRequest request = to_request(arguments, &arrays);
+    OpRequest request = to_request(arguments, &arrays);
+    keep_if_shared(request, arguments.output);
     Status status;
     {
       py::gil_scoped_release no_gil;
@@ -205,10 +217,13 @@ class Group {
     if (output != Py_None && !out.take_plain(output, true)) return false;
     if (input != Py_None && !is_in_place && !in.take_plain(input, false)) return false;
     const Array* reads = input == Py_None ? nullptr : is_in_place ? &out : &in;
-    const OpRequest request = to_request(call, reads, output == Py_None ? nullptr : &out);
-    PyThreadState* const thread = PyEval_SaveThread();
-    const Status status = communicator->run(request);
-    PyEval_RestoreThread(thread);
+    OpRequest request = to_request(call, reads, output == Py_None ? nullptr : &out);
+    keep_if_shared(request, py::reinterpret_borrow<py::object>(output));
+    Status status;
+    {
+      const WithoutGil no_gil;
+      status = communicator->run(request);
+    }
     rethrow_signal();
     check(status);
     return true;
@@ -217,7 +232,8 @@ class Group {
   std::unique_ptr<Handle> start(const Arguments& arguments) {
     const std::shared_ptr<Communicator> communicator = held();
     auto running = std::make_shared<Running>();
-    const OpRequest request = to_request(arguments, &running->arrays);
+    OpRequest request = to_request(arguments, &running->arrays);
+    keep_if_shared(request, arguments.output);
     {
       py::gil_scoped_release no_gil;
       running->operations.push_back(communicator->start(request));
@@ -237,9 +253,11 @@ class Group {
         to_request({OpKind::kRecv, ReduceOp::kSum, source, tag}, nullptr, out.get()),
         to_request({OpKind::kSend, ReduceOp::kSum, to, tag}, in.get(), nullptr)};
     std::vector<std::shared_ptr<Operation>> left;
-    PyThreadState* const thread = PyEval_SaveThread();
-    const Status status = communicator->run_all(requests, &left);
-    PyEval_RestoreThread(thread);
+    Status status;
+    {
+      const WithoutGil no_gil;
+      status = communicator->run_all(requests, &left);
+    }
     if (!left.empty()) {
       auto running = std::make_shared<Running>();
       running->operations = std::move(left);
@@ -260,6 +278,17 @@ class Group {
   }
 
  private:
+  // Peers that are stopped inside an operation that failed here may still write a shared array: its
+  // memory is kept until they cannot.
+  static void keep_if_shared(OpRequest& request, const py::object& output) {
+    if (shared_memory_owner(request.output) == MemoryOwner::kNobody) return;
+    request.keepalive = std::shared_ptr<void>(output.inc_ref().ptr(), [](void* object) {
+      if (!Py_IsInitialized()) return;
+      py::gil_scoped_acquire gil;
+      Py_DECREF(static_cast<PyObject*>(object));
+    });
+  }
+
   OpRequest to_request(const Arguments& a, std::vector<std::unique_ptr<Array>>* arrays) const {
     const Array* in = a.input.is_none() ? nullptr : take(a.input, false, arrays);
     const Array* out = a.output.is_none() ? nullptr : take(a.output, true, arrays);

@@ -22,23 +22,28 @@ thread_local int sharing_depth = 0;
 std::atomic<pid_t> sharing_process{0};
 std::atomic<std::uint64_t> shared_bytes{0}, num_shared{0}, num_refused{0};
 
-// Blocks that are out, by address: a deleter has nothing but that. Never destroyed: tensors may
-// outlive static destructors.
+// Blocks that are out, by address: a deleter has nothing but that. One a process, since a child
+// must not wait for a lock that its parent held; never destroyed, since tensors may outlive static
+// destructors.
 struct Blocks {
   std::mutex mutex;
   std::map<const void*, std::pair<std::shared_ptr<std::byte>, std::size_t>> by_address;
 };
 Blocks& blocks() {
-  static auto* all = new Blocks;
-  return *all;
+  static std::atomic<Blocks*> current{new Blocks};
+  static std::atomic<pid_t> owner{getpid()};
+  pid_t seen = owner.load();
+  if (seen != getpid() && owner.compare_exchange_strong(seen, getpid())) current = new Blocks;
+  return *current.load();
 }
 
 class SharedAllocator final : public c10::Allocator {
  public:
-  explicit SharedAllocator(c10::Allocator* inner) : inner_(inner) {}
+  // Asked for everything else.
+  static inline c10::Allocator* inner = nullptr;
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes < kSharedBytesMin || !is_wanted()) return inner_->allocate(bytes);
+    if (bytes < kSharedBytesMin || !is_wanted()) return inner->allocate(bytes);
     auto memory = allocate_shared_memory(bytes, SharedZeros::kNo);
     if (!memory.is_ok()) {
       if (num_refused.fetch_add(1) == 0) {
@@ -47,7 +52,7 @@ class SharedAllocator final : public c10::Allocator {
                    "others may (said once): ",
                    memory.status().message());
       }
-      return inner_->allocate(bytes);
+      return inner->allocate(bytes);
     }
     std::byte* data = memory.value().get();
     Blocks& all = blocks();
@@ -70,27 +75,30 @@ class SharedAllocator final : public c10::Allocator {
 
   // Of a block here or of the inner allocator: raw pointers do not tell.
   static void free_either(void* data) {
+    switch (shared_memory_owner(data)) {
+      case MemoryOwner::kNobody: inner->raw_deleter()(data); return;
+      // A forked child's copy of its parent's: not its to free, and the lock may be held for good.
+      case MemoryOwner::kAncestor: return;
+      case MemoryOwner::kThisProcess: break;
+    }
     std::pair<std::shared_ptr<std::byte>, std::size_t> block;
     Blocks& all = blocks();
     {
       std::lock_guard lock(all.mutex);
       const auto it = all.by_address.find(data);
-      if (it != all.by_address.end()) {
-        block = std::move(it->second);
-        all.by_address.erase(it);
-      }
+      TORCH_INTERNAL_ASSERT(it != all.by_address.end());
+      block = std::move(it->second);
+      all.by_address.erase(it);
     }
-    if (!block.first) return c10::GetDefaultCPUAllocator()->raw_deleter()(data);
     shared_bytes -= block.second;
   }
-
-  c10::Allocator* const inner_;
 };
 
 // Once; with nobody sharing it hands everything through.
 void install() {
   static auto* const allocator = [] {
-    auto* made = new SharedAllocator(c10::GetCPUAllocator());
+    SharedAllocator::inner = c10::GetCPUAllocator();
+    auto* made = new SharedAllocator();
     c10::SetCPUAllocator(made, /*priority=*/1);
     return made;
   }();
@@ -113,13 +121,6 @@ void end_sharing_tensors() { --sharing_depth; }
 
 AllocatorStats allocator_stats() { return {shared_bytes, num_shared, num_refused}; }
 
-bool is_shared(const void* data) {
-  Blocks& all = blocks();
-  std::lock_guard lock(all.mutex);
-  const auto next = all.by_address.upper_bound(data);
-  if (next == all.by_address.begin()) return false;
-  const auto& [first, block] = *std::prev(next);
-  return static_cast<const std::byte*>(data) < static_cast<const std::byte*>(first) + block.second;
-}
+bool is_shared(const void* data) { return shared_memory_owner(data) == MemoryOwner::kThisProcess; }
 
 }  // namespace pycomm::torch_backend

@@ -120,9 +120,8 @@ WorkPtr ProcessGroup::run(Title title, Staged& staged, Tensors inputs, Tensors o
   auto work = c10::make_intrusive<DoneWork>(getRank(), title.type, title.text, std::move(inputs),
                                             std::move(outputs));
   prepare(staged, timeout);
-  // Peers that are stopped inside it may touch large tensors after it has failed here.
-  constexpr std::uint64_t kSmallBytes = 4096;
-  if (staged.request.splits || staged.request.bytes() > kSmallBytes) {
+  // Peers that are stopped inside it may write shared tensors after it has failed here.
+  if (shared_memory_owner(staged.request.output) != MemoryOwner::kNobody) {
     staged.request.keepalive = staged.keepalive();
   }
   const Status status = communicator->run(staged.request);

@@ -116,14 +116,24 @@ bool Execution::await_flat() {
     finish(collect_result(*group_.flat, request_, signature_, request_.op_number));
     return true;
   }
-  if (Status status = after_announcement(); !status.is_ok()) finish(std::move(status));
+  if (Status status = after_announcement(); !status.is_ok()) {
+    // After a difference of calls the group goes on; after anything else peers may be under way.
+    if (status.code() == StatusCode::kInvalidUsage) {
+      finish(std::move(status));
+    } else {
+      abort(status);
+    }
+  }
   return true;
 }
 
 Status Execution::after_announcement() {
   const int n = group_.world_size;
   PYCOMM_RETURN_IF_ERROR(compare_signatures(*group_.flat, signature_, request_.op_number));
-  if (request_.splits) PYCOMM_RETURN_IF_ERROR(compare_splits());
+  if (request_.splits) {
+    read_splits();
+    PYCOMM_RETURN_IF_ERROR(compare_splits());
+  }
   std::vector<Announcement> announced(static_cast<std::size_t>(n));
   for (Rank p = 0; p < n; ++p) {
     std::memcpy(&announced[static_cast<std::size_t>(p)],
@@ -139,6 +149,11 @@ Status Execution::after_announcement() {
   local_.emplace(group_.local, request_, *decision.value().plan, std::move(decision.value().peers),
                  group_.scratch);
   stage_ = Stage::kLocal;
+  if (group_.local.tuner && !decision.value().is_as_announced) {
+    const Sizes sizes = sizes_of(request_, n);
+    group_.local.tuner->refuse(request_.kind, sizes.input + sizes.output,
+                               static_cast<Way>(announced[0].way));
+  }
   if (group_.local.tuner && decision.value().is_a_choice) {
     way_ = decision.value().way;
     local_since_ = group_.local.clock->now_ns();
@@ -171,17 +186,23 @@ std::uint64_t Execution::announcement_bytes() const {
   return sizeof(Announcement) + (request_.splits ? 2 * n * sizeof(std::uint64_t) : 0);
 }
 
-// Elements that `from` announced for `to`.
+// Once: what is checked is what is used, whatever a peer does to its slot meanwhile.
+void Execution::read_splits() {
+  const auto n = static_cast<std::size_t>(group_.world_size);
+  announced_splits_.resize(2 * n * n);
+  for (std::size_t p = 0; p < n; ++p) {
+    std::memcpy(
+        &announced_splits_[2 * n * p],
+        group_.flat->payload(static_cast<Rank>(p), announcement_bytes()) + sizeof(Announcement),
+        2 * n * sizeof(std::uint64_t));
+  }
+}
+
+// Elements that `from` announced for `to`, or `to` from `from`.
 std::uint64_t Execution::announced_split(Rank from, Rank to, bool is_sent) const {
   const auto n = static_cast<std::size_t>(group_.world_size);
-  const std::size_t index =
-      is_sent ? static_cast<std::size_t>(to) : n + static_cast<std::size_t>(from);
-  std::uint64_t count;
-  std::memcpy(&count,
-              group_.flat->payload(is_sent ? from : to, announcement_bytes()) +
-                  sizeof(Announcement) + index * sizeof count,
-              sizeof count);
-  return count;
+  const auto sender = static_cast<std::size_t>(from), taker = static_cast<std::size_t>(to);
+  return announced_splits_[is_sent ? 2 * n * sender + taker : 2 * n * taker + n + sender];
 }
 
 std::uint64_t Execution::longest_split() const {
@@ -201,7 +222,7 @@ Status Execution::compare_splits() const {
     for (Rank to = 0; to < group_.world_size; ++to) {
       const std::uint64_t sent = announced_split(from, to, true);
       const std::uint64_t wanted = announced_split(from, to, false);
-      if (sent == wanted) continue;
+      if (sent == wanted && sent <= kCountMax) continue;
       return Status::error(StatusCode::kInvalidUsage,
                            "ranks disagree on operation " + std::to_string(request_.op_number) +
                                ", " + describe_signature(signature_) + ": rank " +

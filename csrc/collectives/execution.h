@@ -102,6 +102,7 @@ class Execution {
   std::uint64_t announcement_bytes() const;
   std::uint64_t announced_split(Rank from, Rank to, bool is_sent) const;
   std::uint64_t longest_split() const;
+  void read_splits();
   Status compare_splits() const;
   void place_own_part();
   bool can_place_later() const;
@@ -119,8 +120,9 @@ class Execution {
   Status status_;
   std::unique_ptr<ScheduleRun> run_;
   std::optional<LocalRun> local_;
-  WaitingWord waiting_;     // for announcements
-  std::optional<Way> way_;  // that is timed
+  WaitingWord waiting_;                          // for announcements
+  std::vector<std::uint64_t> announced_splits_;  // of each rank what it sends, then what it expects
+  std::optional<Way> way_;                       // that is timed
   base::TimeNs local_since_ = 0;
 };
 

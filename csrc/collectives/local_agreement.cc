@@ -155,6 +155,7 @@ Result<LocalDecision> decide(const LocalChannel& channel, const GroupShape& shap
   const auto word = static_cast<Way>(announced[0].way);
   const bool is_way = announced[0].way < kNumWays && could_go(word, request, n);
   if (is_way && (word != Way::kPull || (all_pull && all_can_be_read))) decision.way = word;
+  decision.is_as_announced = decision.way == word;
   const bool is_mapped_all = all_are_mapped && all_can_be_read;
   decision.is_a_choice = !is_mapped_all;
   plan.is_direct = is_mapped_all || decision.way == Way::kPull;

@@ -30,6 +30,7 @@ struct LocalDecision {
   std::vector<LocalPeer> peers;   // by rank
   Way way = Way::kStreamedWindow;
   bool is_a_choice = false;  // there were others: what it takes is worth knowing
+  bool is_as_announced = true;
 };
 
 // `longest_split`: of an uneven all_to_all, over all pairs. Errors: kInternal if a rank announced

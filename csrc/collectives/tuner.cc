@@ -12,6 +12,7 @@ constexpr std::uint32_t kTrialEvery = 100;  // operations of one kind and size, 
 constexpr double kSurprise = 1.5;           // times slower than it was
 constexpr std::uint32_t kStrikes = 3;
 constexpr std::uint32_t kLearntMin = 8;  // before anything is worth writing down
+constexpr double kNever = 1e12;          // ns: longer than anything that was timed
 
 }  // namespace
 
@@ -56,6 +57,11 @@ void Tuner::record(OpKind kind, std::uint64_t bytes, Way way, base::TimeNs spent
   }
 }
 
+void Tuner::refuse(OpKind kind, std::uint64_t bytes, Way way) {
+  Arm& arm = cell(kind, bytes).arms[static_cast<std::size_t>(way)];
+  arm = {kNever, std::max(arm.count, kTrials)};
+}
+
 std::string Tuner::to_text() const {
   std::ostringstream text;
   for (std::size_t kind = 0; kind < cells_.size(); ++kind) {
@@ -63,10 +69,11 @@ std::string Tuner::to_text() const {
       const Cell& here = cells_[kind][size_class];
       std::uint32_t total = 0;
       for (const Arm& arm : here.arms) total += arm.count;
-      if (total < kLearntMin) continue;
+      if (total < kLearntMin && !here.is_loaded) continue;
       text << to_string(static_cast<OpKind>(kind)) << ' ' << size_class;
       for (const Arm& arm : here.arms) {
-        text << ' ' << (arm.count >= kTrials ? static_cast<std::uint64_t>(arm.ns) : 0);
+        const bool is_known = arm.count >= kTrials && arm.ns < kNever;
+        text << ' ' << (is_known ? static_cast<std::uint64_t>(arm.ns) : 0);
       }
       text << '\n';
     }
@@ -84,9 +91,11 @@ void Tuner::from_text(const std::string& text) {
     if (!lines) return;
     std::size_t kind = 0;
     while (kind < cells_.size() && name != to_string(static_cast<OpKind>(kind))) ++kind;
-    const bool is_plausible = std::all_of(
-        ns.begin(), ns.end(), [](std::uint64_t value) { return value < 1'000'000'000'000; });
+    const bool is_plausible = std::all_of(ns.begin(), ns.end(), [](std::uint64_t value) {
+      return static_cast<double>(value) < kNever;
+    });
     if (kind == cells_.size() || size_class >= kClasses || !is_plausible) return;
+    cells_[kind][size_class].is_loaded = true;
     for (std::size_t way = 0; way < ns.size(); ++way) {
       if (ns[way] == 0) continue;
       cells_[kind][size_class].arms[way] = {static_cast<double>(ns[way]), kTrials};

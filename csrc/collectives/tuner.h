@@ -32,6 +32,9 @@ class Tuner {
   // What it took, from when all had arrived.
   void record(OpKind kind, std::uint64_t bytes, Way way, base::TimeNs spent);
 
+  // That it cannot be gone, whatever this rank thought.
+  void refuse(OpKind kind, std::uint64_t bytes, Way way);
+
   // One line a kind and size: what was learnt, for a file; and back. A text that is not of
   // to_text() is not taken, or only the lines before it are.
   std::string to_text() const;
@@ -47,6 +50,7 @@ class Tuner {
   };
   struct Cell {
     std::array<Arm, kNumWays> arms;
+    bool is_loaded = false;  // and is written again
     std::uint32_t since_trial = 0;
     std::uint32_t strikes = 0;  // surprises in a row
   };

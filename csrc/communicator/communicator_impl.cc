@@ -123,6 +123,7 @@ void CommunicatorImpl::sleep_on(const collectives::WaitingWord& word, std::int64
 Status CommunicatorImpl::run_local(const OpRequest& request) {
   Group& group = *group_;
   const auto operation = std::make_shared<QueuedOperation>(engine_, request);
+  operation->keep_memory_for_owner();
   group.enqueue(operation);
   base::TimeNs idle_since = 0;
   for (;;) {

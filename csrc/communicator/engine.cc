@@ -175,9 +175,10 @@ void Engine::stop() {
     std::lock_guard lock(completion_mutex_);
     disposals.swap(disposals_);
   }
-  std::vector<Grave> graves;
   std::lock_guard lock(mutex_);
-  graves.swap(graves_);
+  sweep_graves();
+  keep_quarantines_for_good();
+  graves_.clear();
   forget_no_more(local_listener_.get());
   forget_no_more(tcp_listener_.fd.get());
   for (auto& [id, peer] : links_) forget_no_more(peer.link->fd());
@@ -185,7 +186,19 @@ void Engine::stop() {
   stashed_.clear();
 }
 
-Engine::~Engine() { PYCOMM_CHECK(is_stopped_ || !progress_thread_.joinable()); }
+Engine::~Engine() {
+  PYCOMM_CHECK(is_stopped_ || !progress_thread_.joinable());
+  keep_quarantines_for_good();
+}
+
+// A peer that is stopped in the middle of an operation that failed here may write tensors long
+// after this engine's end: they stay taken for as long as the process lives.
+void Engine::keep_quarantines_for_good() {
+  for (Grave& grave : graves_) {
+    if (!grave.quarantine.empty()) new auto(std::move(grave.quarantine));
+    grave.quarantine.clear();
+  }
+}
 
 // ---------------------------------------------------------------- links and groups
 
@@ -239,9 +252,10 @@ void Engine::remove_group(const std::shared_ptr<Group>& group) {
   abort_group(*group, Status::error(StatusCode::kAborted, "the group was destroyed"),
               Group::Tell::kNobody);
   group->own();
+  // A home folder may be slow: no lock is held for it.
+  if (group->context.local.tuner) group->tuning.save(group->context.local.tuner->to_text());
   std::lock_guard lock(mutex_);
   tell_cause(*group);
-  if (group->context.local.tuner) group->tuning.save(group->context.local.tuner->to_text());
   leave(group->context, {group->context.group, StatusCode::kOk, group->context.rank});
   std::erase_if(members_, [&](const Member& member) { return member.group == group; });
   bury(*group);
@@ -395,6 +409,7 @@ void Engine::send_failure(const Group& group) {
     if (link == nullptr) continue;
     static_cast<CoreLink*>(link)->send_notice(
         {group.context.group, failure.code(), failure.rank()});
+    static_cast<CoreLink*>(link)->flush();
   }
 }
 

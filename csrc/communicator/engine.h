@@ -148,6 +148,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void leave(collectives::GroupContext& context, const transport::GroupNotice& notice);
   void bury(Group& group);
   void sweep_graves();
+  void keep_quarantines_for_good();
   bool is_active() const { return num_active_.load() > 0; }
   void progress_loop();
   void sleep_until_event();

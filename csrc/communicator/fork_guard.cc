@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 
+#include "communicator/shared_memory.h"
 #include "platform/fd.h"
 #include "platform/system.h"
 
@@ -17,6 +18,7 @@ constexpr int kFdsMax = 4096;
 std::array<std::atomic<int>, kFdsMax> g_fds_plus_one{};
 
 void on_fork() {
+  keep_inherited_memory_private();
   fork_generation_count.fetch_add(1);
   for (auto& slot : g_fds_plus_one) {
     const int fd = slot.exchange(0) - 1;

@@ -37,7 +37,7 @@ void QueuedOperation::complete(Status status, Rank source) {
     status_ = std::move(status);
     source_ = source;
     callbacks.swap(callbacks_);
-    keepalive.swap(request_.keepalive);
+    if (!has_waiting_owner_) keepalive.swap(request_.keepalive);
     done_.store(true, std::memory_order_release);
   }
   engine_->dispose(std::move(keepalive));

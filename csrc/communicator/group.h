@@ -42,6 +42,8 @@ class QueuedOperation final : public Operation,
   OpRequest& request() { return request_; }
   // By the engine, once.
   void complete(Status status, Rank source = kNoRank);
+  // Its caller holds it until the end, and lets go of the memory in its own thread.
+  void keep_memory_for_owner() { has_waiting_owner_ = true; }
   // Parks until done or the time is up.
   void park(std::int64_t timeout_ns);
 
@@ -50,6 +52,7 @@ class QueuedOperation final : public Operation,
   const std::uint64_t generation_ = fork_generation();
   OpRequest request_;
   Rank source_ = kNoRank;  // before done_
+  bool has_waiting_owner_ = false;
   std::atomic<bool> done_{false};
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -1,5 +1,6 @@
 #include "communicator/shared_memory.h"
 
+#include <array>
 #include <atomic>
 #include <mutex>
 
@@ -28,7 +29,35 @@ Slot& slot() {
   return *current.load();
 }
 
+// Every arena that this process has or inherited; never taken off. Read without a lock, also in a
+// child whose parent was changing it.
+struct Range {
+  std::byte* first = nullptr;
+  std::uint64_t bytes = 0;
+  int fd = -1;
+  std::uint64_t generation = 0;
+};
+constexpr std::size_t kRangesMax = 16;
+std::array<Range, kRangesMax> ranges;
+std::atomic<std::size_t> num_ranges{0};
+
+void note_range(const platform::SealedMemory& memory) {
+  const std::size_t index = num_ranges.load();
+  if (index == kRangesMax) return;  // sixteen forks deep
+  ranges[index] = {memory.data(), memory.bytes(), memory.fd(), fork_generation()};
+  num_ranges.store(index + 1);
+}
+
 }  // namespace
+
+void keep_inherited_memory_private() {
+  for (std::size_t i = 0; i < num_ranges.load(); ++i) {
+    const Range& range = ranges[i];
+    if (range.generation == fork_generation()) {
+      platform::map_privately(range.fd, range.first, range.bytes);
+    }
+  }
+}
 
 Result<SharedMemory> SharedMemory::of_process() {
   watch_forks();
@@ -38,12 +67,25 @@ Result<SharedMemory> SharedMemory::of_process() {
     auto budget = std::make_shared<transport::shm::Budget>(UINT64_MAX);
     auto arena = transport::shm::Arena::create(budget);
     if (!arena.is_ok()) return arena.status();
+    note_range(arena.value()->memory());
     here.memory = {budget, std::move(arena).value()};
   }
   return here.memory;
 }
 
 }  // namespace communicator
+
+MemoryOwner shared_memory_owner(const void* data) {
+  using namespace communicator;
+  for (std::size_t i = 0; i < num_ranges.load(std::memory_order_acquire); ++i) {
+    const Range& range = ranges[i];
+    const auto* at = static_cast<const std::byte*>(data);
+    if (at < range.first || at >= range.first + range.bytes) continue;
+    return range.generation == fork_generation() ? MemoryOwner::kThisProcess
+                                                 : MemoryOwner::kAncestor;
+  }
+  return MemoryOwner::kNobody;
+}
 
 Result<std::shared_ptr<std::byte>> allocate_shared_memory(std::uint64_t bytes, SharedZeros zeros) {
   auto memory = communicator::SharedMemory::of_process();

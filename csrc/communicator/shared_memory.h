@@ -17,4 +17,8 @@ struct SharedMemory {
   static Result<SharedMemory> of_process();
 };
 
+// In a forked child, before anything else: arenas of its parent become its own view. What it writes
+// there stays with it; what its parent writes it may still see.
+void keep_inherited_memory_private();
+
 }  // namespace pycomm::communicator

@@ -35,7 +35,9 @@ std::string TuningFile::load() const {
 
 void TuningFile::save(const std::string& text) const {
   if (path_.empty() || text.empty()) return;
+  // Never a file, or a link, that someone else has put there.
   const std::string fresh = path_ + "." + std::to_string(platform::process_id());
+  std::remove(fresh.c_str());
   Status status = platform::write_private_file(fresh, text);
   if (status.is_ok() && std::rename(fresh.c_str(), path_.c_str()) != 0) {
     status = platform::system_error("'" + path_ + "'");

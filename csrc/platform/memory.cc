@@ -68,6 +68,11 @@ void SealedMemory::release(std::uint64_t offset, std::uint64_t bytes) {
             static_cast<off_t>(bytes));
 }
 
+bool map_privately(int fd, std::byte* data, std::uint64_t bytes) {
+  return mmap(data, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd,
+              0) != MAP_FAILED;
+}
+
 Result<Mapping> map_sealed(int fd, std::uint64_t bytes_max, Access access) {
   const int seals = fcntl(fd, F_GET_SEALS);
   constexpr int kNeeded = F_SEAL_GROW | F_SEAL_SHRINK;

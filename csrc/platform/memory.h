@@ -56,6 +56,9 @@ class SealedMemory {
   Mapping mapping_;
 };
 
+// Replaces a mapping of `fd` by a private one at the same place; false if the system refuses.
+bool map_privately(int fd, std::byte* data, std::uint64_t bytes);
+
 // Maps a peer's memfd after checking that it is sealed and of a plausible size.
 // Errors: kInternal if the peer sent something else; kSystem if mapping fails.
 Result<Mapping> map_sealed(int fd, std::uint64_t bytes_max, Access access);

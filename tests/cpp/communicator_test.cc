@@ -252,6 +252,33 @@ TEST(Communicator, SharedTensorsAreReducedInPlaceWithNothingStaged) {
   }
 }
 
+// Whether they wait in an operation of whatever size, or do nothing at all.
+TEST(Communicator, AnAbortIsNewsToEveryRankAtOnce) {
+  for (const std::uint64_t count : {2ull, 300'000ull}) {
+    const auto results = run_group(3, options_for(TransportChoice::kShm), [&](Communicator& comm) {
+      std::vector<float> data(count, 1.0f);
+      if (!comm.run(all_reduce(data.data(), count)).is_ok()) return 1;
+      if (comm.rank() == 1) {
+        platform::sleep_ns(400'000'000);
+        comm.abort("enough");
+        platform::sleep_ns(600'000'000);
+        return 0;
+      }
+      const base::TimeNs start = platform::real_clock().now_ns();
+      if (comm.rank() == 0) {
+        if (comm.run(all_reduce(data.data(), count)).is_ok()) return 2;
+      } else {
+        while (comm.health().is_ok()) {
+          platform::sleep_ns(5'000'000);
+          if (platform::real_clock().now_ns() - start > base::ms_to_ns(3'000)) return 3;
+        }
+      }
+      return platform::real_clock().now_ns() - start < base::ms_to_ns(900) ? 0 : 4;
+    });
+    EXPECT_EQ(results, zeros(3));
+  }
+}
+
 TEST(Communicator, DifferentOperationsAreAnErrorThatNamesBothAndTheGroupGoesOn) {
   const auto results = run_group(3, options_for(TransportChoice::kShm), [&](Communicator& comm) {
     std::vector<float> data(100'000, 1.0f);

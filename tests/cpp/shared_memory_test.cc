@@ -107,12 +107,50 @@ TEST(SharedMemory, MayBeMadeBeforeTheGroupAndOutliveIt) {
   EXPECT_EQ(results, (std::vector<int>{0, 0}));
 }
 
+// A peer that is stopped inside an operation that has failed here writes into the tensor when it
+// goes on, whatever became of group and engine meanwhile: nobody else may have that memory.
+TEST(SharedMemory, WhatAStoppedPeerMayStillWriteIsNotHandedOutAgain) {
+  constexpr std::uint64_t kBytes = std::uint64_t{64} << 20;
+  const std::string folder = test::make_folder();
+  const auto body = [&](Rank rank) {
+    auto memory = allocate_shared_memory(kBytes).value();
+    auto* data = reinterpret_cast<float*>(memory.get());
+    std::fill(data, data + kBytes / sizeof(float), 1.0f);
+    Options options;
+    options.timeout_ms = rank == 0 ? 400 : 20'000;
+    auto store = make_file_store(folder);
+    auto comm = Communicator::create(*store, rank, 2, options);
+    if (!comm.is_ok()) return 1;
+    OpRequest request = test::all_reduce(data, kBytes / sizeof(float));
+    request.keepalive = std::move(memory);
+    while (comm.value()->run(request).is_ok()) {
+    }
+    if (rank == 1) return 0;
+    comm.value().reset();  // the last one: the engine ends with it
+    request.keepalive.reset();
+    auto next = allocate_shared_memory(kBytes).value();
+    std::ofstream(folder + "/go-on").put('x');
+    platform::sleep_ns(150'000'000);
+    const auto* seen = next.get();
+    return std::all_of(seen, seen + kBytes, [](std::byte b) { return b == std::byte{0}; }) ? 0 : 2;
+  };
+  const auto results = test::run_ranks(2, body, [&](const std::vector<pid_t>& children) {
+    platform::sleep_ns(150'000'000);
+    kill(children[1], SIGSTOP);
+    while (!std::filesystem::exists(folder + "/go-on")) platform::sleep_ns(1'000'000);
+    kill(children[1], SIGCONT);
+  });
+  std::filesystem::remove_all(folder);
+  EXPECT_EQ(results, (std::vector<int>{0, 0}));
+}
+
 TEST(SharedMemory, AForkedChildReadsItAndFreesNothing) {
   auto memory = allocate_shared_memory(1 << 20).value();
   memory.get()[5] = std::byte{42};
   const pid_t child = fork();
   if (child == 0) {
     const bool reads = memory.get()[5] == std::byte{42};
+    memory.get()[5] = std::byte{1};  // its own copy
     memory.reset();
     auto own = allocate_shared_memory(1 << 16);
     _exit(reads && own.is_ok() ? 0 : 1);

@@ -68,6 +68,27 @@ TEST(Tuner, ReadsBackWhatItWrote) {
   EXPECT_EQ(second.choose(OpKind::kAllReduce, 64 * kBytes, kAll), Way::kStreamedWindow);
 }
 
+TEST(Tuner, KeepsWhatItWasToldOfSizesThatThisJobHasNotUsed) {
+  Tuner tuner;
+  const std::string told = "all_reduce 21 4000 2000 0 9000\nbroadcast 10 30 20 10 0\n";
+  tuner.from_text(told);
+  EXPECT_EQ(tuner.to_text(), told);
+}
+
+TEST(Tuner, AWayThatWasRefusedIsNotAskedForAgainAndAgain) {
+  Tuner tuner;
+  int asked = 0;
+  for (int i = 0; i < 1'000; ++i) {
+    const Way way = tuner.choose(OpKind::kAllGather, kBytes, kAll);
+    const bool is_refused = way == Way::kPull;
+    asked += is_refused;
+    if (is_refused) tuner.refuse(OpKind::kAllGather, kBytes, way);
+    tuner.record(OpKind::kAllGather, kBytes, is_refused ? Way::kStreamedWindow : way,
+                 way == Way::kCachedWindow ? 1'000 : 5'000);
+  }
+  EXPECT_LT(asked, 20);
+}
+
 TEST(Tuner, TakesNothingFromATextThatItDidNotWrite) {
   for (const char* text :
        {"", "\n", "all_reduce", "all_reduce 21", "all_reduce 21 1 1", "nonsense 21 1 1 1 1",

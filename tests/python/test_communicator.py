@@ -526,6 +526,36 @@ def test_arrays_in_shared_memory_are_not_copied(tmp_path: Path) -> None:
     assert run_ranks(body, 2, tmp_path) == [None, None]
 
 
+def test_a_stopped_peer_writes_into_no_array_that_came_later(tmp_path: Path) -> None:
+    count = 16 << 20
+
+    def body(comm: pycomm.Communicator) -> bool:
+        x = pycomm.shared_empty(count)
+        if comm.rank == 1:
+            with pytest.raises(pycomm.Error):
+                while True:
+                    comm.all_reduce(x)
+            return True
+        with pytest.raises(pycomm.Error):
+            while True:
+                comm.all_reduce(x, timeout=0.4)
+        del x
+        later = pycomm.shared_empty(count)
+        (tmp_path / "go-on").touch()
+        time.sleep(0.3)
+        return not later.any()
+
+    def meanwhile(pids: list[int]) -> None:
+        time.sleep(0.6)
+        os.kill(pids[1], signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "go-on").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(pids[1], signal.SIGCONT)
+
+    assert run_ranks(body, 2, tmp_path, meanwhile) == [True, True]
+
+
 def test_what_the_thin_way_cannot_take_goes_the_other(tmp_path: Path) -> None:
     """Strided, read-only, of other libraries: the same results, the same errors."""
 

@@ -282,6 +282,41 @@ def test_a_data_loaders_workers_read_shared_tensors_and_make_private_ones() -> N
     run_ranks(body, 2, env={"PYCOMM_SHM_TENSORS": "1"}).expect_all_ok()
 
 
+def test_what_a_forked_child_writes_stays_with_it_and_it_frees_nothing() -> None:
+    def body(rank: int, world: int) -> None:
+        mine = torch.ones(100_000)
+        kept = [torch.ones(50_000) for _ in range(20)]
+        stop = threading.Event()
+
+        def busy() -> None:  # holds the allocator's lock now and then while others fork
+            while not stop.is_set():
+                for _ in range(50):
+                    torch.empty(20_000)
+
+        thread = threading.Thread(target=busy)
+        thread.start()
+        for _ in range(15):
+            child = os.fork()
+            if child == 0:
+                mine.zero_()
+                kept.clear()
+                own = torch.full((40_000,), 3.0)
+                os._exit(0 if own.sum() == 120_000 and not mine.any() else 1)
+            deadline = time.monotonic() + 20
+            ended = (0, 0)
+            while ended[0] == 0 and time.monotonic() < deadline:
+                ended = os.waitpid(child, os.WNOHANG)
+                time.sleep(0.002)
+            if ended[0] == 0:
+                os.kill(child, signal.SIGKILL)
+            assert ended == (child, 0)
+        stop.set()
+        thread.join()
+        assert mine.all()
+
+    run_ranks(body, 2, env={"PYCOMM_SHM_TENSORS": "1"}).expect_all_ok()
+
+
 def test_tensors_outlive_their_group() -> None:
     def body(rank: int, world: int) -> None:
         x = shared(lambda: torch.full((50_000,), rank + 1.0))

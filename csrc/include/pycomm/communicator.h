@@ -64,6 +64,7 @@ class Communicator {
   // Thread: any; operations run in the order of the calls.
   // Cost: up to 4 KiB among ranks of one host, one exchange of cache lines in the caller.
   virtual Status run(const OpRequest& request) = 0;
+  // start() waits while another thread is inside a call on this group.
   virtual std::shared_ptr<Operation> start(const OpRequest& request) = 0;
   // Starts all, in order, then waits for all; the first failure. What has not ended then (after a
   // signal) is in `left`.
@@ -101,6 +102,10 @@ const char* version();
 enum class SharedZeros { kYes, kNo };
 Result<std::shared_ptr<std::byte>> allocate_shared_memory(std::uint64_t bytes,
                                                           SharedZeros zeros = SharedZeros::kYes);
+
+// Whose shared memory an address lies in.
+enum class MemoryOwner { kNobody, kThisProcess, kAncestor };
+MemoryOwner shared_memory_owner(const void* data);
 
 // What this machine allows, for `pycomm doctor`.
 std::vector<std::string> kernel_sets();  // of reductions, the one in use first

@@ -151,6 +151,7 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
     }
     const std::uint64_t first = head_;
     std::uint64_t unpublished_bytes = 0;
+    bool is_urgent = false;
     while (MessageCore::OutFrame* frame = core_.front()) {
       const std::uint64_t bytes = frame->header.payload_bytes;
       if (head_ - tail == kNumFrames || (bytes > 0 && block_head_ - block_tail == kNumBlocks)) {
@@ -165,6 +166,7 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
         ++block_head_;
       }
       std::memcpy(&outbox_->frames[head_ % kNumFrames], &frame->header, sizeof(FrameHeader));
+      is_urgent |= frame->header.kind == static_cast<std::uint8_t>(FrameKind::kGroupFailed);
       ++head_;
       core_.pop();
       if (unpublished_bytes >= kPublishBytes) {  // the peer copies out while this side copies in
@@ -175,7 +177,12 @@ class ShmLink final : public CoreLink, private PullPort, private RemoteMemory {
     }
     if (head_ == first) return false;
     outbox_->head.store(head_, std::memory_order_release);
-    ring_peer();
+    // A failure is news also to who waits for nothing.
+    if (is_urgent) {
+      peer_.doorbell.ring();
+    } else {
+      ring_peer();
+    }
     return true;
   }
 
@@ -452,7 +459,7 @@ Result<std::unique_ptr<CoreLink>> establish(Host& host, platform::UniqueFd socke
       options.eager_bytes_max < kBlockBytes ? options.eager_bytes_max : kBlockBytes;
   core.fragment_bytes_max = kBlockBytes;
   core.pulls = pulls;
-  core.peer_pulls = answer.value() == "pull" && !getenv("XSTAGE");
+  core.peer_pulls = answer.value() == "pull";
   guard.data = nullptr;
   return std::unique_ptr<CoreLink>(
       new ShmLink(host, std::move(socket), outbox, std::move(peer), core));
