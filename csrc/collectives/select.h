@@ -9,8 +9,11 @@
 
 namespace pycomm::collectives {
 
-// Up to here a message fits a flat slot, when all ranks share memory.
-inline constexpr std::uint64_t kFlatBytesMax = 16 * 1024;
+// Up to here a message fits a flat slot, when all ranks share memory; and up to here it is sent
+// that way, unless ranks share processors: then every wait costs a switch of context, and one
+// exchange of all bytes beats three of some.
+inline constexpr std::uint64_t kFlatBytesMax = 64 * 1024;
+inline constexpr std::uint64_t kRoomyFlatBytesMax = 16 * 1024;
 
 // Shapes of group that make a difference.
 struct GroupShape {
@@ -33,8 +36,9 @@ constexpr std::uint64_t flat_bytes(OpKind kind, std::uint64_t bytes, int world_s
 
 // Whether the operation is one fused flat exchange.
 constexpr bool is_flat(const GroupShape& shape, OpKind kind, std::uint64_t bytes, int world_size) {
-  return shape.shares_memory && kind < OpKind::kAllToAllUneven && bytes <= kFlatBytesMax &&
-         flat_bytes(kind, bytes, world_size) <= kFlatBytesMax;
+  const std::uint64_t most = shape.is_crowded ? kFlatBytesMax : kRoomyFlatBytesMax;
+  return shape.shares_memory && kind < OpKind::kAllToAllUneven && bytes <= most &&
+         flat_bytes(kind, bytes, world_size) <= most;
 }
 
 // Whether a reduction rounds once, in the order of the ranks: always for 16-bit floats, whose
