@@ -23,8 +23,8 @@ from numpy.typing import DTypeLike
 def shared_memory() -> Iterator[None]:
     """torch CPU tensors of 16 KiB and more that this thread makes inside lie in shared memory.
 
-    They stay there for as long as they live. A child that is forked sees them, and what it writes
-    to them its parent sees too. It nests.
+    They stay there for as long as they live. A forked child reads them, and keeps what it writes to
+    itself; what its parent writes it may see. It nests.
     """
     from pycomm._loader import torch_module
 

@@ -150,12 +150,12 @@ Status Execution::after_announcement() {
                  group_.scratch);
   stage_ = Stage::kLocal;
   if (group_.local.tuner && !decision.value().is_as_announced) {
-    const Sizes sizes = sizes_of(request_, n);
-    group_.local.tuner->refuse(request_.kind, sizes.input + sizes.output,
+    group_.local.tuner->refuse(what(decision.value().is_mapped),
                                static_cast<Way>(announced[0].way));
   }
   if (group_.local.tuner && decision.value().is_a_choice) {
     way_ = decision.value().way;
+    is_mapped_ = decision.value().is_mapped;
     local_since_ = group_.local.clock->now_ns();
   }
   return Status();
@@ -175,10 +175,13 @@ bool Execution::advance_local() {
   return true;
 }
 
-void Execution::note_time() {
+Tuner::What Execution::what(bool is_mapped) const {
   const Sizes sizes = sizes_of(request_, group_.world_size);
-  group_.local.tuner->record(request_.kind, sizes.input + sizes.output, *way_,
-                             group_.local.clock->now_ns() - local_since_);
+  return {request_.kind, sizes.input + sizes.output, is_mapped};
+}
+
+void Execution::note_time() {
+  group_.local.tuner->record(what(is_mapped_), *way_, group_.local.clock->now_ns() - local_since_);
 }
 
 std::uint64_t Execution::announcement_bytes() const {

@@ -98,6 +98,7 @@ class Execution {
   Status after_announcement();
   bool advance_local();
   void announce();
+  Tuner::What what(bool is_mapped) const;
   void note_time();
   std::uint64_t announcement_bytes() const;
   std::uint64_t announced_split(Rank from, Rank to, bool is_sent) const;
@@ -123,6 +124,7 @@ class Execution {
   WaitingWord waiting_;                          // for announcements
   std::vector<std::uint64_t> announced_splits_;  // of each rank what it sends, then what it expects
   std::optional<Way> way_;                       // that is timed
+  bool is_mapped_ = false;
   base::TimeNs local_since_ = 0;
 };
 

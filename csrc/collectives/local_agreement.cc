@@ -41,7 +41,7 @@ bool could_go(Way way, const OpRequest& request, int world_size) {
 }
 
 Way choose_way(const LocalChannel& channel, const GroupShape& shape, const OpRequest& request,
-               const Sizes& sizes, int world_size) {
+               const Sizes& sizes, int world_size, bool is_mapped) {
   if (shape.way) return *shape.way;
   if (channel.tuner == nullptr) {
     return Tuner::first_guess(request.kind, request.bytes(), shape.is_crowded);
@@ -51,14 +51,15 @@ Way choose_way(const LocalChannel& channel, const GroupShape& shape, const OpReq
     possible[way] = could_go(static_cast<Way>(way), request, world_size);
   }
   possible[static_cast<std::size_t>(Way::kPull)] &=
-      channel.puller != nullptr && !request.input_parts;
-  return channel.tuner->choose(request.kind, sizes.input + sizes.output, possible);
+      channel.puller != nullptr && !request.input_parts && !is_mapped;
+  possible[static_cast<std::size_t>(Way::kSwap)] &= !is_mapped;
+  return channel.tuner->choose({request.kind, sizes.input + sizes.output, is_mapped}, possible);
 }
 
 // Whether results are so large that the cache would not keep them. In place they are in it already.
 // For this rank alone: peers need not agree.
 bool streams(const GroupShape& shape, const OpRequest& request, const Sizes& sizes) {
-  if (request.input == request.output && !request.input_parts) return false;
+  if (reduces(request.kind) && request.input == request.output) return false;
   const std::uint64_t least =
       reduces(request.kind) ? 2 * shape.stream_bytes_min : shape.stream_bytes_min;
   return sizes.output >= least;
@@ -82,7 +83,8 @@ Announcement make_announcement(LocalChannel& channel, const GroupShape& shape,
   }
   mine.pulls = channel.puller != nullptr ? 1 : 0;
   if (rank == 0) {
-    mine.way = static_cast<std::uint32_t>(choose_way(channel, shape, request, sizes, world_size));
+    mine.way = static_cast<std::uint32_t>(
+        choose_way(channel, shape, request, sizes, world_size, is_mapped(mine.input)));
   }
   if (channel.window != nullptr) {
     const std::byte* segment = channel.segments[static_cast<std::size_t>(rank)];
@@ -157,7 +159,9 @@ Result<LocalDecision> decide(const LocalChannel& channel, const GroupShape& shap
   if (is_way && (word != Way::kPull || (all_pull && all_can_be_read))) decision.way = word;
   decision.is_as_announced = decision.way == word;
   const bool is_mapped_all = all_are_mapped && all_can_be_read;
-  decision.is_a_choice = !is_mapped_all;
+  decision.is_mapped = is_mapped_all;
+  // Mapped tensors that are only read leave nothing to choose.
+  decision.is_a_choice = !is_mapped_all || (plan.has_results() && takers_are_mapped);
   plan.is_direct = is_mapped_all || decision.way == Way::kPull;
   plan.swaps = !plan.is_direct && decision.way == Way::kSwap;
   plan.pushes = plan.is_direct && plan.has_results() && takers_are_mapped;

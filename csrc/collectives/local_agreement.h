@@ -31,6 +31,7 @@ struct LocalDecision {
   Way way = Way::kStreamedWindow;
   bool is_a_choice = false;  // there were others: what it takes is worth knowing
   bool is_as_announced = true;
+  bool is_mapped = false;  // all givers' tensors are
 };
 
 // `longest_split`: of an uneven all_to_all, over all pairs. Errors: kInternal if a rank announced

@@ -48,7 +48,7 @@ Span LocalPlan::folded(Rank r) const {
   if (swaps) return {0, count};
   if (kind == OpKind::kReduceScatter) return {static_cast<std::uint64_t>(r) * count, count};
   // Of two ranks the root takes everything: the other one's copy and its fold overlap.
-  if (kind == OpKind::kReduce && world_size == 2) return {0, r == root ? count : 0};
+  if (kind == OpKind::kReduce && world_size == 2 && !pushes) return {0, r == root ? count : 0};
   return part_of(count, world_size, r, align);
 }
 
@@ -72,7 +72,7 @@ Span LocalPlan::own(std::uint64_t* at) const {
 std::uint64_t LocalPlan::longest() const {
   if (has_results()) {
     // Parts are cut in order, none longer than the first but for the root's whole.
-    return world_size == 2 && kind == OpKind::kReduce ? count : folded(0).count;
+    return world_size == 2 && kind == OpKind::kReduce && !pushes ? count : folded(0).count;
   }
   return count;
 }

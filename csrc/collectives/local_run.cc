@@ -250,14 +250,18 @@ void LocalRun::fold(std::uint64_t c) {
       plan_.kind == OpKind::kReduceScatter ? span.offset - whole.offset : span.offset;
   std::array<std::byte*, kLocalWorldMax> outputs{};
   int num_outputs = 0;
-  std::array<std::byte*, 2> streamed{};
+  std::array<std::byte*, kLocalWorldMax> streamed{};
   int num_streamed = 0;
   if (plan_.pushes) {
     for (Rank p = 0; p < n_; ++p) {
       if (!plan_.takes_results(p)) continue;
-      outputs[static_cast<std::size_t>(num_outputs++)] =
-          p == me ? request_.output_at(at)
-                  : peers_[static_cast<std::size_t>(p)].output + bytes_of(at);
+      std::byte* to = p == me ? request_.output_at(at)
+                              : peers_[static_cast<std::size_t>(p)].output + bytes_of(at);
+      if (plan_.caches_windows) {
+        outputs[static_cast<std::size_t>(num_outputs++)] = to;
+      } else {
+        streamed[static_cast<std::size_t>(num_streamed++)] = to;
+      }
     }
   } else {
     const bool is_mine = !plan_.has_results() || plan_.takes_results(me);

@@ -14,15 +14,22 @@ constexpr std::uint32_t kStrikes = 3;
 constexpr std::uint32_t kLearntMin = 8;  // before anything is worth writing down
 constexpr double kNever = 1e12;          // ns: longer than anything that was timed
 
-}  // namespace
-
-Tuner::Cell& Tuner::cell(OpKind kind, std::uint64_t bytes) {
-  const int size_class = std::min<int>(std::bit_width(bytes), kClasses - 1);
-  return cells_[static_cast<std::size_t>(kind)][static_cast<std::size_t>(size_class)];
+std::string row_name(std::size_t row) {
+  const std::size_t kind = row % kNumCollectives;
+  return std::string(row >= kNumCollectives ? "mapped:" : "") +
+         to_string(static_cast<OpKind>(kind));
 }
 
-Way Tuner::choose(OpKind kind, std::uint64_t bytes, const Ways& possible) {
-  Cell& here = cell(kind, bytes);
+}  // namespace
+
+Tuner::Cell& Tuner::cell(const What& what) {
+  const int size_class = std::min<int>(std::bit_width(what.bytes), kClasses - 1);
+  const int row = static_cast<int>(what.kind) + (what.is_mapped ? kNumCollectives : 0);
+  return cells_[static_cast<std::size_t>(row)][static_cast<std::size_t>(size_class)];
+}
+
+Way Tuner::choose(const What& what, const Ways& possible) {
+  Cell& here = cell(what);
   std::size_t best = kNumWays, rarest = kNumWays;
   for (std::size_t way = 0; way < kNumWays; ++way) {
     const Arm& arm = here.arms[way];
@@ -37,8 +44,8 @@ Way Tuner::choose(OpKind kind, std::uint64_t bytes, const Ways& possible) {
   return static_cast<Way>(rarest);
 }
 
-void Tuner::record(OpKind kind, std::uint64_t bytes, Way way, base::TimeNs spent) {
-  Cell& here = cell(kind, bytes);
+void Tuner::record(const What& what, Way way, base::TimeNs spent) {
+  Cell& here = cell(what);
   Arm& arm = here.arms[static_cast<std::size_t>(way)];
   const auto ns = static_cast<double>(spent);
   ++arm.count;
@@ -57,8 +64,8 @@ void Tuner::record(OpKind kind, std::uint64_t bytes, Way way, base::TimeNs spent
   }
 }
 
-void Tuner::refuse(OpKind kind, std::uint64_t bytes, Way way) {
-  Arm& arm = cell(kind, bytes).arms[static_cast<std::size_t>(way)];
+void Tuner::refuse(const What& what, Way way) {
+  Arm& arm = cell(what).arms[static_cast<std::size_t>(way)];
   arm = {kNever, std::max(arm.count, kTrials)};
 }
 
@@ -70,7 +77,7 @@ std::string Tuner::to_text() const {
       std::uint32_t total = 0;
       for (const Arm& arm : here.arms) total += arm.count;
       if (total < kLearntMin && !here.is_loaded) continue;
-      text << to_string(static_cast<OpKind>(kind)) << ' ' << size_class;
+      text << row_name(kind) << ' ' << size_class;
       for (const Arm& arm : here.arms) {
         const bool is_known = arm.count >= kTrials && arm.ns < kNever;
         text << ' ' << (is_known ? static_cast<std::uint64_t>(arm.ns) : 0);
@@ -90,7 +97,7 @@ void Tuner::from_text(const std::string& text) {
     for (std::uint64_t& value : ns) lines >> value;
     if (!lines) return;
     std::size_t kind = 0;
-    while (kind < cells_.size() && name != to_string(static_cast<OpKind>(kind))) ++kind;
+    while (kind < cells_.size() && name != row_name(kind)) ++kind;
     const bool is_plausible = std::all_of(ns.begin(), ns.end(), [](std::uint64_t value) {
       return static_cast<double>(value) < kNever;
     });

@@ -28,12 +28,18 @@ class Tuner {
  public:
   // The way of the next operation, of those that are `possible`.
   using Ways = std::array<bool, kNumWays>;
-  Way choose(OpKind kind, std::uint64_t bytes, const Ways& possible);
+  // Tensors that all can map are another matter than private ones.
+  struct What {
+    OpKind kind;
+    std::uint64_t bytes;
+    bool is_mapped = false;
+  };
+  Way choose(const What& what, const Ways& possible);
   // What it took, from when all had arrived.
-  void record(OpKind kind, std::uint64_t bytes, Way way, base::TimeNs spent);
+  void record(const What& what, Way way, base::TimeNs spent);
 
   // That it cannot be gone, whatever this rank thought.
-  void refuse(OpKind kind, std::uint64_t bytes, Way way);
+  void refuse(const What& what, Way way);
 
   // One line a kind and size: what was learnt, for a file; and back. A text that is not of
   // to_text() is not taken, or only the lines before it are.
@@ -56,9 +62,9 @@ class Tuner {
   };
   static constexpr int kClasses = 40;  // of sizes, by powers of two
 
-  Cell& cell(OpKind kind, std::uint64_t bytes);
+  Cell& cell(const What& what);
 
-  std::array<std::array<Cell, kClasses>, kNumCollectives> cells_{};
+  std::array<std::array<Cell, kClasses>, 2 * kNumCollectives> cells_{};  // private, then mapped
 };
 
 }  // namespace pycomm::collectives

@@ -21,12 +21,12 @@ std::array<int, kNumWays> play(Tuner& tuner, const std::array<double, kNumWays>&
   base::Rng rng(seed);
   std::array<int, kNumWays> gone{};
   for (int i = 0; i < times; ++i) {
-    const Way way = tuner.choose(OpKind::kAllReduce, kBytes, possible);
+    const Way way = tuner.choose({OpKind::kAllReduce, kBytes}, possible);
     const auto index = static_cast<std::size_t>(way);
     EXPECT_TRUE(possible[index]);
     ++gone[index];
     const double noise = 0.9 + 0.2 * static_cast<double>(rng.below(1000)) / 1000;
-    tuner.record(OpKind::kAllReduce, kBytes, way, static_cast<base::TimeNs>(ns[index] * noise));
+    tuner.record({OpKind::kAllReduce, kBytes}, way, static_cast<base::TimeNs>(ns[index] * noise));
   }
   return gone;
 }
@@ -53,7 +53,7 @@ TEST(Tuner, GoesOnlyWaysThatArePossible) {
   const auto gone = play(tuner, {9'000, 5'000, 1'000, 1'000}, 500, {true, true, false, false});
   EXPECT_EQ(gone[2] + gone[3], 0);
   EXPECT_GT(gone[1], 480);
-  EXPECT_EQ(tuner.choose(OpKind::kBroadcast, 1, {}), Way::kStreamedWindow);
+  EXPECT_EQ(tuner.choose({OpKind::kBroadcast, 1}, {}), Way::kStreamedWindow);
 }
 
 TEST(Tuner, ReadsBackWhatItWrote) {
@@ -63,14 +63,15 @@ TEST(Tuner, ReadsBackWhatItWrote) {
   ASSERT_NE(text.find("all_reduce"), std::string::npos);
   Tuner second;
   second.from_text(text);
-  EXPECT_EQ(second.choose(OpKind::kAllReduce, kBytes, kAll), Way::kCachedWindow);
+  EXPECT_EQ(second.choose({OpKind::kAllReduce, kBytes}, kAll), Way::kCachedWindow);
   // Another size has been learnt nothing about.
-  EXPECT_EQ(second.choose(OpKind::kAllReduce, 64 * kBytes, kAll), Way::kStreamedWindow);
+  EXPECT_EQ(second.choose({OpKind::kAllReduce, 64 * kBytes}, kAll), Way::kStreamedWindow);
 }
 
 TEST(Tuner, KeepsWhatItWasToldOfSizesThatThisJobHasNotUsed) {
   Tuner tuner;
-  const std::string told = "all_reduce 21 4000 2000 0 9000\nbroadcast 10 30 20 10 0\n";
+  const std::string told =
+      "all_reduce 21 4000 2000 0 9000\nbroadcast 10 30 20 10 0\nmapped:reduce 9 7 8 0 0\n";
   tuner.from_text(told);
   EXPECT_EQ(tuner.to_text(), told);
 }
@@ -79,11 +80,11 @@ TEST(Tuner, AWayThatWasRefusedIsNotAskedForAgainAndAgain) {
   Tuner tuner;
   int asked = 0;
   for (int i = 0; i < 1'000; ++i) {
-    const Way way = tuner.choose(OpKind::kAllGather, kBytes, kAll);
+    const Way way = tuner.choose({OpKind::kAllGather, kBytes}, kAll);
     const bool is_refused = way == Way::kPull;
     asked += is_refused;
-    if (is_refused) tuner.refuse(OpKind::kAllGather, kBytes, way);
-    tuner.record(OpKind::kAllGather, kBytes, is_refused ? Way::kStreamedWindow : way,
+    if (is_refused) tuner.refuse({OpKind::kAllGather, kBytes}, way);
+    tuner.record({OpKind::kAllGather, kBytes}, is_refused ? Way::kStreamedWindow : way,
                  way == Way::kCachedWindow ? 1'000 : 5'000);
   }
   EXPECT_LT(asked, 20);
@@ -96,7 +97,7 @@ TEST(Tuner, TakesNothingFromATextThatItDidNotWrite) {
         "all_reduce 21 99999999999999999999999 1 1 1", "all_reduce 21 9000000000000 1 1 1"}) {
     Tuner tuner;
     tuner.from_text(text);
-    EXPECT_EQ(tuner.choose(OpKind::kAllReduce, kBytes, kAll), Way::kStreamedWindow) << text;
+    EXPECT_EQ(tuner.choose({OpKind::kAllReduce, kBytes}, kAll), Way::kStreamedWindow) << text;
     EXPECT_EQ(tuner.to_text(), "") << text;
   }
 }
