@@ -51,7 +51,8 @@ Latency core_all_reduce_latency(std::uint64_t bytes) {
   Shared memory(sizeof(Latency));
   auto* result = reinterpret_cast<Latency*>(memory.data);
   *result = {};
-  std::string folder = (std::filesystem::temp_directory_path() / "pycomm-latency-XXXXXX").string();
+  std::string folder = (std::filesystem::temp_directory_path() / "pycomm-latency-").string();
+  folder.append(6, 'X');  // mkdtemp's to fill in
   if (mkdtemp(folder.data()) == nullptr) return {};
   pid_t ranks[2];
   for (int rank : {0, 1}) {

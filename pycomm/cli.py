@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from pycomm.bench.checks import check_backends, check_bounds, check_contestants
+from pycomm.bench.limits import print_limits
 from pycomm.bench.peer.operations import OPERATIONS, REDUCE_OPS
 
 COUNT = click.IntRange(1)
@@ -164,70 +166,6 @@ def bench(
         for name in operations
     ]
     sys.exit(run_bench(plan, num_ranks, pin=pin, json_path=json_path, png_path=png_path))
-
-
-def check_contestants(names: list[str], api: str, datatype: str, op: str) -> None:
-    """Refuses what cannot be compared, before anything is started."""
-    from pycomm.bench.peers import PEERS
-    from pycomm.bench.plan import BOUNDS, DTYPES, SHARED
-
-    mpis = [name for name in names if name in PEERS]
-    if mpis and op == "avg":
-        raise click.BadParameter("MPI has no average", param_hint="-o")
-    if (mpis or api == "numpy") and DTYPES[datatype][1] is None:
-        raise click.BadParameter(f"NumPy, and so mpi4py, has no {datatype}", param_hint="-d")
-    others = [name for name in names if name not in (*PEERS, *BOUNDS, SHARED)]
-    if api == "torch" or others:
-        check_backends(others)
-
-
-def check_bounds(names: list[str], operation: str, num_ranks: int, datatype: str) -> None:
-    """Refuses bare loops for what has none."""
-    from pycomm.bench.plan import BOUND_SHARED, BOUNDS
-
-    if not any(name in BOUNDS for name in names):
-        return
-    if num_ranks != 2 or datatype != "float":
-        raise click.BadParameter("the barest loops are for 2 ranks and float")
-    if BOUND_SHARED in names and operation != "all_reduce":
-        raise click.BadParameter(f"{BOUND_SHARED} is for all_reduce")
-
-
-def check_backends(names: list[str]) -> None:
-    """Refuses a backend that this torch has not, before anything is started."""
-    import torch.distributed as dist
-
-    for name in names:
-        is_known = name.lower() in dist.Backend.backend_list
-        if not is_known or not getattr(dist, f"is_{name}_available", lambda: True)():
-            raise click.BadParameter(f"this torch has no backend '{name}' here")
-
-
-def print_limits(json_path: Path | None) -> None:
-    """Prints what this machine allows, each figure as it is known."""
-    from pycomm import _core
-
-    rows: list[dict[str, object]] = []
-
-    def show(name: str, size_bytes: int, num_processes: int, value: float, unit: str) -> None:
-        rows.append(
-            {
-                "name": name,
-                "size_bytes": size_bytes,
-                "processes": num_processes,
-                "value": value,
-                "unit": unit,
-            }
-        )
-        click.echo(f" {name:>26} {size_bytes:>12} {num_processes:>10} {value:>10.2f} {unit}")
-
-    click.echo("# two pinned processes where two work; best median of three; GB/s are 10^9 bytes")
-    click.echo("# flag exchange: each writes a word and waits for the other's; read only: what an")
-    click.echo("# all_reduce of shared tensors cannot avoid; bare loop: all of it, no library")
-    click.echo(f"#{'what':>26} {'size (B)':>12} {'processes':>10} {'value':>10} unit")
-    _core.measure_limits(show)
-    if json_path is not None:
-        json_path.write_text(json.dumps(rows, indent=1))
 
 
 @main.command(

@@ -6,7 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,101 +15,12 @@ import numpy as np
 from rich.progress import Progress
 
 from pycomm.bench import training
+from pycomm.bench.chapters import KIB, MIB, MPIS, Chapter, chapters, settings
 from pycomm.bench.measure import Row, measure_gangs
-from pycomm.bench.peer.operations import OPERATIONS
 from pycomm.bench.peers import PEERS, set_up_missing
-from pycomm.bench.plan import BOUND, BOUND_SHARED, FAKE, SHARED, Settings
+from pycomm.bench.plan import BOUND, BOUND_SHARED, SHARED
 from pycomm.bench.ratios import ratio_of_medians
 from pycomm.bench.report import machine, other_load, short_size
-
-_MPIS = ("openmpi", "mpich", "impi")
-_KIB, _MIB = 1 << 10, 1 << 20
-
-
-@dataclass(frozen=True)
-class Chapter:
-    """Operations that are measured alike, and shown as one table."""
-
-    name: str
-    title: str
-    text: str
-    settings: Settings
-    operations: tuple[str, ...] = ("all_reduce",)
-    num_ranks: int = 2
-
-
-def _settings(contestants: tuple[str, ...], sizes: list[int], **changes: Any) -> Settings:
-    chosen = Settings("", sizes, backends=("pycomm", *contestants), api="numpy", rounds=15)
-    return replace(chosen, **changes)
-
-
-def chapters(rounds: int) -> list[Chapter]:
-    """What is measured, in the order of the page."""
-    moves = tuple(name for name in OPERATIONS if name != "barrier")
-    sizes = [64 * _KIB, _MIB, 16 * _MIB]
-    large = {"iterations": 2, "warmup": 3, "rounds": rounds}
-    return [
-        Chapter(
-            "small",
-            "Small messages, from Python",
-            "`Communicator` beside mpi4py.",
-            _settings((*_MPIS, BOUND), [8, _KIB, 16 * _KIB], rounds=rounds, iterations=200),
-        ),
-        Chapter(
-            "dispatch",
-            "Small messages, by torch.distributed",
-            "`fake` is torch's backend that does nothing: what a call costs above any backend.",
-            _settings((FAKE, "gloo"), [8], rounds=rounds, iterations=200, api="torch", check=False),
-            ("all_reduce", "barrier"),
-        ),
-        Chapter(
-            "private",
-            "Private tensors",
-            "In pages of 4 KiB, as torch's are, for everyone.",
-            _settings((*_MPIS, BOUND), sizes, rounds=rounds),
-            moves,
-        ),
-        Chapter(
-            "huge",
-            "Private tensors in huge pages",
-            "As NumPy's are from 4 MiB on. The kernel reads them faster, as the MPIs have it do.",
-            _settings((*_MPIS, BOUND), [16 * _MIB], rounds=rounds, pages="huge"),
-            moves,
-        ),
-        Chapter(
-            "large",
-            "256 MiB",
-            "Private tensors in pages of 4 KiB.",
-            _settings(_MPIS, [256 * _MIB], **large),
-            moves,
-        ),
-        Chapter(
-            "shared",
-            "Tensors in shared memory",
-            "`shared` is pycomm on them; pycomm and the MPIs work on private ones.",
-            _settings((SHARED, *_MPIS, BOUND_SHARED), [_MIB, 16 * _MIB], rounds=rounds),
-        ),
-        Chapter(
-            "shared256",
-            "Tensors in shared memory, 256 MiB",
-            "",
-            _settings((SHARED, *_MPIS, BOUND_SHARED), [256 * _MIB], **large),
-        ),
-        Chapter(
-            "torch",
-            "By torch.distributed, beside gloo",
-            "",
-            _settings((SHARED, "gloo"), sizes, rounds=min(rounds, 9), api="torch"),
-            moves,
-        ),
-        Chapter(
-            "four",
-            "Four ranks on these processors",
-            "",
-            _settings(_MPIS, [8, _KIB, 8 * _KIB, 64 * _KIB], rounds=rounds, iterations=100),
-            num_ranks=4,
-        ),
-    ]
 
 
 def write(folder: Path, rounds: int, only: tuple[str, ...]) -> int:
@@ -161,11 +72,11 @@ def write(folder: Path, rounds: int, only: tuple[str, ...]) -> int:
 
 def _measure(chapter: Chapter, operation: str) -> Iterator[Row]:
     sizes = [0] if operation == "barrier" else chapter.settings.sizes
-    settings = replace(chapter.settings, operation=operation, sizes=sizes)
+    chosen = replace(chapter.settings, operation=operation, sizes=sizes)
     rows: list[Row] = []
-    measure_gangs(settings, chapter.num_ranks, pin=True, report=rows.append)
+    measure_gangs(chosen, chapter.num_ranks, pin=True, report=rows.append)
     wrong = {name: row.wrong[name] for row in rows for name in row.wrong if row.wrong[name]}
-    if wrong and settings.check:
+    if wrong and chosen.check:
         raise RuntimeError(f"{operation}: wrong elements: {wrong}")
     yield from rows
 
@@ -257,7 +168,7 @@ def _core_part(rounds: int, raw: dict[str, Any]) -> str:
         _line(["---"] * 10),
     ]
     raw["core"] = {}
-    for size in (8, _KIB):
+    for size in (8, KIB):
         p50s: dict[str, list[float]] = {"pycomm": [], "openmpi": [], "mpich": [], "flag": []}
         p99s: dict[str, list[float]] = {"pycomm": [], "openmpi": [], "mpich": []}
         bounds = []
@@ -307,16 +218,16 @@ def _run_latency(name: str, program: Path, size: int) -> str:
 def _bfloat16_part(rounds: int, raw: dict[str, Any]) -> str:
     """As many elements of half the bytes."""
     rows = {}
-    for dtype, size in (("float", 16 * _MIB), ("bfloat16", 8 * _MIB)):
+    for dtype, size in (("float", 16 * MIB), ("bfloat16", 8 * MIB)):
         chapter = Chapter(
-            dtype, "", "", _settings((), [size], api="torch", rounds=rounds, dtype=dtype)
+            dtype, "", "", settings((), [size], api="torch", rounds=rounds, dtype=dtype)
         )
         rows[dtype] = next(_measure(chapter, "all_reduce"))
     raw["bfloat16"] = {dtype: asdict(row) for dtype, row in rows.items()}
     half, whole = (median(rows[dtype].seconds["pycomm"]) for dtype in ("bfloat16", "float"))
     return (
         "## bfloat16\n\n"
-        f"All_reduce of {4 * _MIB:,} elements by torch.distributed: bfloat16 {_us(half)} us, "
+        f"All_reduce of {4 * MIB:,} elements by torch.distributed: bfloat16 {_us(half)} us, "
         f"float32 {_us(whole)} us: {half / whole:.2f} of it. Sums are in float32, rounded once.\n"
     )
 
@@ -375,7 +286,7 @@ def _draw(path: Path, rows: dict[str, list[Row]]) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     sizes = [row.size_bytes for row in next(iter(rows.values()))]
-    names = ["pycomm", *_MPIS]
+    names = ["pycomm", *MPIS]
     figure, panels = plt.subplots(1, len(sizes), figsize=(4.2 * len(sizes), 3.6), dpi=130)
     for column, (size, axes) in enumerate(zip(sizes, np.atleast_1d(panels), strict=True)):
         for place, name in enumerate(names):

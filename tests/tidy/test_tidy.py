@@ -36,7 +36,7 @@ MAY_INCLUDE = {
     "base": set[str](),
     "platform": {"base"},
     "kernels": {"base"},
-    "transport": {"base", "platform"},
+    "transport": {"base", "platform", "kernels"},
     "collectives": {"base", "kernels"},
     "communicator": {"base", "platform", "kernels", "transport", "collectives"},
 }
@@ -68,7 +68,7 @@ def test_the_core_knows_neither_torch_nor_python() -> None:
 def test_backends_and_bench_see_the_public_headers_only() -> None:
     for folder, extra in (
         ("backends/torch", {"python"}),
-        ("backends/python", {"machine_limits.h"}),
+        ("backends/python", {"machine_limits.h", "bare_loops.h", "core_latency.h"}),
         ("bench", {"kernels"}),
     ):
         own = {p.name for p in cpp_files(folder)}
@@ -119,8 +119,8 @@ def test_files_stay_small() -> None:
         assert num_lines <= limit, f"{path} has {num_lines} lines"
 
 
-def test_the_torch_plug_in_stays_thin() -> None:  # the whole c10d surface is in it
-    assert sum(len(p.read_text().splitlines()) for p in cpp_files("backends/torch")) <= 1250
+def test_the_torch_plug_in_stays_thin() -> None:  # the whole c10d surface, and an allocator
+    assert sum(len(p.read_text().splitlines()) for p in cpp_files("backends/torch")) <= 1500
 
 
 def test_nothing_is_left_to_do_on_main() -> None:
