@@ -66,8 +66,15 @@ def write(folder: Path, rounds: int, only: tuple[str, ...]) -> int:
             parts.append(_training_part(rounds, raw))
         progress.advance(task)
     (folder / "performance.md").write_text("\n".join(parts))
-    (folder / "performance.json").write_text(json.dumps(raw))
+    (folder / "performance.json").write_text(json.dumps(_without_laps(raw)))
     return 0
+
+
+def _without_laps(raw: Any) -> Any:
+    """Without the times of single operations, which are most of it."""
+    if isinstance(raw, dict):
+        return {key: _without_laps(value) for key, value in raw.items() if key != "laps"}
+    return [_without_laps(value) for value in raw] if isinstance(raw, list) else raw
 
 
 def _measure(chapter: Chapter, operation: str) -> Iterator[Row]:
