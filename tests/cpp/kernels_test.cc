@@ -124,7 +124,7 @@ TEST_P(Kernels, CopiesPastTheCacheCopyEveryByte) {
       std::vector<std::byte> from(bytes), to(bytes + 128, std::byte{0x5a});
       for (std::size_t i = 0; i < bytes; ++i) from[i] = static_cast<std::byte>(i * 7);
       kernels_->stream(to.data() + shift, from.data(), bytes);
-      ASSERT_EQ(std::memcmp(to.data() + shift, from.data(), bytes), 0);
+      ASSERT_TRUE(std::equal(from.begin(), from.end(), to.begin() + static_cast<long>(shift)));
       ASSERT_EQ(to[shift + bytes], std::byte{0x5a});
     }
   }
