@@ -28,13 +28,13 @@ def test_messages_above_four_gibibytes(transport: str, tmp_path: Path) -> None:
         data = np.zeros(BYTES, np.uint8)
         for i, place in enumerate(places):
             data[place] = (i + 1) * (comm.rank + 1)
-        comm.all_reduce(data)
+        comm.all_reduce(data, timeout=120)
         seen = [int(data[place]) for place in places]
         data[places] += comm.rank
         if comm.rank == 0:
-            comm.send(data, 1)
+            comm.send(data, 1, timeout=120)
         else:
-            comm.recv(data, 0)
+            comm.recv(data, 0, timeout=120)
         return seen + [int(data[place]) for place in places] + [int(np.count_nonzero(data))]
 
     sums = [3 * (i + 1) for i in range(len(places))]
