@@ -117,12 +117,15 @@ TEST(SharedMemory, WhatAStoppedPeerMayStillWriteIsNotHandedOutAgain) {
     auto* data = reinterpret_cast<float*>(memory.get());
     std::fill(data, data + kBytes / sizeof(float), 1.0f);
     Options options;
-    options.timeout_ms = rank == 0 ? 400 : 20'000;
+    options.timeout_ms = 20'000;
     auto store = make_file_store(folder);
     auto comm = Communicator::create(*store, rank, 2, options);
     if (!comm.is_ok()) return 1;
     OpRequest request = test::all_reduce(data, kBytes / sizeof(float));
     request.keepalive = std::move(memory);
+    if (!comm.value()->run(request).is_ok()) return 3;
+    if (rank == 0) request.timeout_ms = 400;
+    std::ofstream(folder + "/ready" + std::to_string(rank)).put('x');
     while (comm.value()->run(request).is_ok()) {
     }
     if (rank == 1) return 0;
@@ -135,9 +138,16 @@ TEST(SharedMemory, WhatAStoppedPeerMayStillWriteIsNotHandedOutAgain) {
     return std::all_of(seen, seen + kBytes, [](std::byte b) { return b == std::byte{0}; }) ? 0 : 2;
   };
   const auto results = test::run_ranks(2, body, [&](const std::vector<pid_t>& children) {
-    platform::sleep_ns(150'000'000);
+    const auto await = [&](const char* name) {
+      for (int i = 0; i < 30'000 && !std::filesystem::exists(folder + name); ++i) {
+        platform::sleep_ns(1'000'000);
+      }
+    };
+    await("/ready0");
+    await("/ready1");
+    platform::sleep_ns(20'000'000);
     kill(children[1], SIGSTOP);
-    while (!std::filesystem::exists(folder + "/go-on")) platform::sleep_ns(1'000'000);
+    await("/go-on");
     kill(children[1], SIGCONT);
   });
   std::filesystem::remove_all(folder);
