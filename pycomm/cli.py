@@ -171,7 +171,7 @@ def bench(
 @main.command(
     epilog="""\b
 Examples:
-  pycomm performance --out docs            the whole page, about half an hour
+  pycomm performance --out docs            the whole page, about a quarter of an hour
   pycomm performance private shared        two chapters of it, into ./performance"""
 )
 @click.option(

@@ -9,7 +9,7 @@
 // what g gives to p; cell g is what g gives to everyone. Where tensors are read directly, a round
 // has one cell, for results.
 // Trust: counters and windows of others are read-only here and every value only says when to read;
-// what a peer announces as its tensor is checked before it becomes an address (execution.cc).
+// what a peer announces as its tensor is checked before it becomes an address (local_agreement.cc).
 // Thread: the owner of the group. Sans-IO: memory, atomics, and Puller.
 #pragma once
 

@@ -110,9 +110,10 @@ void Tuner::from_text(const std::string& text) {
   }
 }
 
-// Measured on two machines: a line that another processor's cache holds is slow to write, unless
-// the two share that cache; the kernel's one copy wins for parts from 64 KiB to 1 MiB where
-// everyone gives as much as it takes, and loses where small pages or memory itself are the limit.
+// Measured on one machine, in both of its states: a line that another processor's cache holds is
+// slow to write, unless the two share that cache; the kernel's one copy wins for parts from 64 KiB
+// to 1 MiB where everyone gives as much as it takes, and loses where small pages or memory itself
+// are the limit.
 Way Tuner::first_guess(OpKind kind, std::uint64_t bytes, bool is_crowded) {
   const bool is_symmetric = kind == OpKind::kAllGather || kind == OpKind::kAllToAll;
   if (is_symmetric && bytes >= 64 * 1024 && bytes < 1024 * 1024) return Way::kPull;

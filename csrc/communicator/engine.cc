@@ -28,17 +28,7 @@ struct Registry {
   std::weak_ptr<Engine> engine;
   int users = 0;
 };
-// One a fork generation, never destroyed: threads and exit handlers may outlive static
-// destructors, and a child must not touch a lock that the parent held.
-Registry& registry() {
-  static std::atomic<Registry*> current{new Registry};
-  static std::atomic<std::uint64_t> generation{fork_generation()};
-  std::uint64_t seen = generation.load();
-  if (seen != fork_generation() && generation.compare_exchange_strong(seen, fork_generation())) {
-    current.store(new Registry);
-  }
-  return *current.load();
-}
+Registry& registry() { return of_this_process<Registry>(); }
 
 Result<std::unique_ptr<transport::shm::Host>> share_memory(const Options& options) {
   auto memory = SharedMemory::of_process();

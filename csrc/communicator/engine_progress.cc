@@ -29,7 +29,6 @@ constexpr std::size_t kCompletersMax = 64;
 // Memory of finished operations is let go in batches, and when the engine goes to sleep.
 constexpr std::size_t kDisposalsMax = 32;
 constexpr std::int64_t kRunnerPauseNs = 500'000;
-constexpr TimeNs kKeptArenaNs = 2'000'000'000;
 
 }  // namespace
 
@@ -231,7 +230,7 @@ void Engine::progress_loop() {
 
 void Engine::sleep_until_event() {
   flush_disposals();
-  if (host_) host_->trim(real_clock().now_ns() - kKeptArenaNs);
+  if (host_) host_->trim(real_clock().now_ns() - transport::shm::kKeptNs);
   is_asleep_.store(true);
   if (num_runners_.load() == 0) arm_bell();
   std::int64_t timeout = is_active() ? kActiveSleepNs : kIdleSleepNs;

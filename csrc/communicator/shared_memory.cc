@@ -17,18 +17,6 @@ struct Slot {
   SharedMemory memory;
 };
 
-// One a fork generation, never destroyed: memory may be freed behind static destructors, and a
-// child must not touch a lock that its parent held.
-Slot& slot() {
-  static std::atomic<Slot*> current{new Slot};
-  static std::atomic<std::uint64_t> generation{fork_generation()};
-  std::uint64_t seen = generation.load();
-  if (seen != fork_generation() && generation.compare_exchange_strong(seen, fork_generation())) {
-    current.store(new Slot);
-  }
-  return *current.load();
-}
-
 // Every arena that this process has or inherited; never taken off. Read without a lock, also in a
 // child whose parent was changing it.
 struct Range {
@@ -61,7 +49,7 @@ void keep_inherited_memory_private() {
 
 Result<SharedMemory> SharedMemory::of_process() {
   watch_forks();
-  Slot& here = slot();
+  Slot& here = of_this_process<Slot>();
   std::lock_guard lock(here.mutex);
   if (!here.memory.arena) {
     auto budget = std::make_shared<transport::shm::Budget>(UINT64_MAX);

@@ -85,7 +85,7 @@ def chapters(rounds: int) -> list[Chapter]:
         Chapter(
             "torch",
             "By torch.distributed, beside gloo",
-            "",
+            "Nine rounds.",
             settings((SHARED, "gloo"), sizes, rounds=min(rounds, 9), api="torch"),
             moves,
         ),

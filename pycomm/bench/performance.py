@@ -100,7 +100,7 @@ how many times as long the other one takes, with its 95 % interval (bootstrap ov
 
 `bound` is the barest loop that does the same copies and sums without a library, in the fastest of
 the known ways (`bench/bare_loops.cc`), measured in the same rounds; "of the bound" is its time over
-pycomm's. Above 100 % the loop was slower than pycomm: then it is no bound, and says so.
+pycomm's. Above 100 % the loop was slower than pycomm: there it is no bound.
 """
 
 

@@ -47,6 +47,14 @@ TEST(Arena, FreedMemoryIsKeptForTheNextOneThenGivenBack) {
   EXPECT_EQ(info.st_blocks, 0);  // the system has every page back
 }
 
+TEST(Arena, WhatIsLargerThanAllThatIsKeptGoesBackAtOnce) {
+  auto budget = std::make_shared<Budget>(UINT64_MAX);
+  auto arena = make_arena(budget);
+  arena->free(arena->allocate(std::uint64_t{600} << 20, Contents::kAny).value());
+  EXPECT_EQ(arena->kept_bytes(), 0u);
+  EXPECT_EQ(budget->used(), 0u);
+}
+
 TEST(Arena, ALimitIsAnErrorWithARemedyAndWhatIsKeptGoesFirst) {
   auto budget = std::make_shared<Budget>(1 << 20);
   auto arena = make_arena(budget);

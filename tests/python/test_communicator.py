@@ -29,6 +29,7 @@ def run_ranks(
     size: int,
     tmp_path: Path,
     meanwhile: Callable[[list[int]], None] | None = None,
+    before: Callable[[int], None] | None = None,
     **options: Any,
 ) -> list[Any]:
     """What `body` returned on each rank, or the exception's text; None for one that was killed."""
@@ -37,6 +38,8 @@ def run_ranks(
     options.setdefault("rendezvous", f"file://{tmp_path}/meet")
 
     def entry(rank: int) -> None:
+        if before is not None:
+            before(rank)
         try:
             with pycomm.Communicator(rank, size, timeout=30, **options) as comm:
                 queue.put((rank, body(comm)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -120,3 +121,64 @@ def test_tuning_changes_no_result_and_its_file_is_private(tmp_path: Path, settin
     if learnt.exists():
         assert learnt.stat().st_mode & 0o777 == 0o600
         assert learnt.read_text().startswith("all_reduce ")
+
+
+@pytest.mark.parametrize("short_ranks", [(0, 1), (1,)])
+def test_without_room_for_a_window_operations_go_over_messages(
+    tmp_path: Path, short_ranks: tuple[int, ...]
+) -> None:
+    """A group fits into this limit, and no window: the caller hands over to the engine."""
+
+    def body(comm: pycomm.Communicator) -> int:
+        for count in (50_000, 1_000_000):
+            x = np.full(count, comm.rank + 1.0, np.float32)
+            comm.all_reduce(x)
+            assert (x == 3).all()
+            assert (comm.all_gather(x) == 3).all()
+            moved = comm.all_to_all(np.full(2 * count, comm.rank, np.float32))
+            assert moved[0] == 0 and moved[-1] == 1
+            x[:] = comm.rank + 1.0
+            comm.all_reduce(x, async_op=True).wait()
+            assert (x == 3).all()
+        return int(comm.peer_stats()[0]["messages_sent"])
+
+    def limit(rank: int) -> None:
+        if rank in short_ranks:
+            os.environ["PYCOMM_SHM_BYTES_MAX"] = "2500000"
+
+    results = run_ranks(body, 2, tmp_path, before=limit)
+    assert all(isinstance(sent, int) and sent > 0 for sent in results), results
+
+
+def test_a_signal_ends_a_large_operation_that_waits(tmp_path: Path) -> None:
+    def body(comm: pycomm.Communicator) -> float:
+        x = np.ones(2_000_000, np.float32)
+        comm.all_reduce(x)
+        if comm.rank == 1:
+            time.sleep(1.5)
+            with pytest.raises(pycomm.Error, match="rank 0"):
+                comm.all_reduce(x)
+            return 0.0
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(x)
+        return time.monotonic() - start
+
+    results = run_ranks(body, 2, tmp_path)
+    assert results[1] == 0.0 and 0.2 < float(results[0]) < 1.0, results
+
+
+def test_a_full_disk_costs_what_was_learnt_and_nothing_else(tmp_path: Path) -> None:
+    def body(comm: pycomm.Communicator) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # as good as full
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        for _ in range(30):
+            comm.all_reduce(np.ones(50_000, np.float32))
+
+    learnt = tmp_path / "kept" / "learnt.txt"
+    learnt.parent.mkdir()
+    queued = run_ranks(body, 2, tmp_path, settings={"TUNE_FILE": str(learnt)})
+    assert queued == [None, None]
+    assert list(learnt.parent.iterdir()) == []

@@ -11,28 +11,12 @@
 #include <mutex>
 
 #include "base/clock.h"
-#include "platform/memory.h"
-#include "transport/shm/page_allocator.h"
+#include "transport/shm/page_pool.h"
 
 namespace pycomm::transport::shm {
 
-// Shared memory of this process, in bytes. Thread: any.
-class Budget {
- public:
-  explicit Budget(std::uint64_t bytes_max) : bytes_max_(bytes_max) {}
-  // False if it would be more than the most.
-  bool take(std::uint64_t bytes);
-  void give_back(std::uint64_t bytes) { used_.fetch_sub(bytes); }
-  std::uint64_t used() const { return used_.load(); }
-  std::uint64_t bytes_max() const { return bytes_max_.load(); }
-  void set_bytes_max(std::uint64_t bytes_max) { bytes_max_ = bytes_max; }
-  // kSystem, with what to do.
-  Status refusal(std::uint64_t bytes) const;
-
- private:
-  std::atomic<std::uint64_t> bytes_max_;
-  std::atomic<std::uint64_t> used_{0};
-};
+// How long freed memory waits for who asks again.
+inline constexpr base::TimeNs kKeptNs = 2'000'000'000;
 
 class Arena {
  public:
@@ -46,24 +30,22 @@ class Arena {
   // Gives back to the system what nobody asked for since `before`.
   void trim(base::TimeNs before);
 
-  const platform::SealedMemory& memory() const { return memory_; }
+  const platform::SealedMemory& memory() const { return pages_.memory(); }
   std::uint64_t kept_bytes() const;
 
  private:
   struct Kept {
-    std::uint64_t offset;
+    std::byte* data;
     std::uint64_t bytes;
     base::TimeNs since;
   };
 
   Arena() = default;
-  Result<std::byte*> allocate_fresh(std::uint64_t bytes);
-  void release(const Kept& block);
+  // Needs mutex_.
+  void release_oldest();
 
-  std::shared_ptr<Budget> budget_;
-  platform::SealedMemory memory_;
   mutable std::mutex mutex_;
-  PageAllocator pages_;
+  PagePool pages_;
   std::list<Kept> kept_;  // oldest first
   std::uint64_t kept_bytes_ = 0;
 };

@@ -7,11 +7,9 @@
 #include <memory>
 #include <mutex>
 
-#include "platform/memory.h"
 #include "platform/poller.h"
 #include "transport/shm/arena.h"
 #include "transport/shm/layout.h"
-#include "transport/shm/page_allocator.h"
 
 namespace pycomm::transport::shm {
 
@@ -21,8 +19,8 @@ class Host {
   static Result<std::unique_ptr<Host>> create(std::shared_ptr<Budget> budget,
                                               std::shared_ptr<Arena> arena);
 
-  SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(segment_.data()); }
-  const platform::SealedMemory& segment() const { return segment_; }
+  SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(segment_.memory().data()); }
+  const platform::SealedMemory& segment() const { return segment_.memory(); }
   // Gives freed tensors' memory back to the system that nobody wanted again since `before`.
   void trim(base::TimeNs before) { arena_->trim(before); }
   const platform::SealedMemory& arena() const { return arena_->memory(); }
@@ -34,12 +32,10 @@ class Host {
 
  private:
   Host() = default;
-  platform::SealedMemory segment_;
-  std::shared_ptr<Budget> budget_;
   std::shared_ptr<Arena> arena_;
   platform::Doorbell doorbell_;
   std::mutex mutex_;
-  PageAllocator segment_pages_;
+  PagePool segment_;
 };
 
 }  // namespace pycomm::transport::shm

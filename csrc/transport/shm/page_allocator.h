@@ -9,6 +9,13 @@ namespace pycomm::transport::shm {
 
 inline constexpr std::uint64_t kPageBytes = 4096;
 
+// At least one page.
+constexpr std::uint64_t round_to_pages(std::uint64_t bytes) {
+  if (bytes > UINT64_MAX - kPageBytes) return bytes;  // more than there is anywhere
+  const std::uint64_t pages = (bytes + kPageBytes - 1) / kPageBytes;
+  return (pages > 0 ? pages : 1) * kPageBytes;
+}
+
 class PageAllocator {
  public:
   PageAllocator() = default;
