@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -13,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,22 @@ class Place:
             os.sched_setaffinity(0, {cpus[self.rank % len(cpus)]})
 
 
-def run_ranks(body: Callable[[Place], None], world_size: int, *, pin: bool = True) -> int:
+def run_ranks(
+    body: Callable[[Place], None],
+    world_size: int,
+    *,
+    pin: bool = True,
+    passes_signals_on: bool = False,
+) -> int:
     """Runs `body` in every rank and returns an exit status: 0 if all ended well.
 
     Ranks are forked, so `body` may be a closure and imports are paid once. When torchrun started
     this process, `body` runs here as the rank that the environment names. When a rank fails the
     others are ended, and the first failure's traceback is what remains on the screen.
+
+    Args:
+        passes_signals_on: SIGTERM and the first ctrl-C are left to the ranks, which end in their
+            own time; a second ctrl-C ends them.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         body(Place.from_environment(pin=pin))
@@ -56,17 +70,49 @@ def run_ranks(body: Callable[[Place], None], world_size: int, *, pin: bool = Tru
             process.start()
             ranks.append(process)
         try:
-            return _await_all(ranks)
+            with _PassedOn(ranks) if passes_signals_on else contextlib.nullcontext():
+                return _await_all(ranks)
         except KeyboardInterrupt:
             _end(ranks)
             return 130
 
 
+class _PassedOn:
+    """Sends SIGTERM to all ranks, and forgives one ctrl-C, which the terminal has sent to them."""
+
+    def __init__(self, ranks: list[BaseProcess]) -> None:
+        self._ranks, self._interrupts = ranks, 0
+
+    def __enter__(self) -> _PassedOn:
+        self._before = [
+            (signal.SIGTERM, signal.signal(signal.SIGTERM, self._on_terminate)),
+            (signal.SIGINT, signal.signal(signal.SIGINT, self._on_interrupt)),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before:
+            signal.signal(number, handler)
+
+    def _on_terminate(self, number: int, frame: object) -> None:
+        for process in self._ranks:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGTERM)
+
+    def _on_interrupt(self, number: int, frame: object) -> None:
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+
+
 def _run_one(body: Callable[[Place], None], place: Place) -> None:
+    _end_with_parent()
     try:
         body(place)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit:
+        raise
     except BaseException as error:
         text = str(error)
         # Errors of the backend say what happened; where in Python it did is noise.
@@ -78,6 +124,12 @@ def _run_one(body: Callable[[Place], None], place: Place) -> None:
         sys.stderr.write(f"--- rank {place.rank} failed: {told}")
         sys.stderr.flush()
         sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    """A rank whose launcher was killed gets SIGTERM, so that none is left behind (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _await_all(ranks: list[BaseProcess]) -> int:

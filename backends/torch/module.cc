@@ -58,5 +58,10 @@ PYBIND11_MODULE(_torch, m) {
     result["num_refused"] = stats.num_refused;
     return result;
   });
+  m.def("communication_time", [] {
+    auto& time = pycomm::torch_backend::communication_time();
+    return py::make_tuple(static_cast<double>(time.operations_ns) * 1e-9,
+                          static_cast<double>(time.waited_ns) * 1e-9);
+  });
   m.def("shutdown_process", &pycomm::shutdown_process, py::call_guard<py::gil_scoped_release>());
 }

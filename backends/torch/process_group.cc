@@ -124,7 +124,12 @@ WorkPtr ProcessGroup::run(Title title, Staged& staged, Tensors inputs, Tensors o
   if (shared_memory_owner(staged.request.output) != MemoryOwner::kNobody) {
     staged.request.keepalive = staged.keepalive();
   }
-  const Status status = communicator->run(staged.request);
+  const Status status = [&] {
+    const WaitTimer timer;
+    Status result = communicator->run(staged.request);
+    communication_time().operations_ns += timer.spent_ns();
+    return result;
+  }();
   python::rethrow_signal();
   if (status.is_ok()) staged.finish();
   work->set_done(status);

@@ -19,6 +19,11 @@ std::exception_ptr to_exception(const Status& status) {
       {__func__, "pycomm", static_cast<std::uint32_t>(__LINE__)}, "pycomm: " + status.to_string()));
 }
 
+CommunicationTime& communication_time() {
+  static CommunicationTime time;
+  return time;
+}
+
 // With a title c10d makes a record for the profiler, whether there is one or not.
 DoneWork::DoneWork(int rank, c10d::OpType type, const char* title,
                    const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs)
@@ -83,9 +88,12 @@ bool Work::is_done() const {
 void Work::settle() {
   std::call_once(settled_, [this] {
     Status status;
+    std::int64_t longest_ns = 0;
     for (const auto& operation : operations_) {
       if (status.is_ok()) status = operation->status();
+      longest_ns = std::max(longest_ns, operation->duration_ns());
     }
+    communication_time().operations_ns += longest_ns;
     std::exception_ptr error;
     if (status.is_ok() && !finish_ups_.empty()) {
       // As the issuing thread would have done it, whichever thread this is.
@@ -117,6 +125,7 @@ std::exception_ptr Work::exception() const {
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
+  const WaitTimer timer;
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   for (const auto& operation : operations_) {
     while (!operation->is_done()) {

@@ -3,6 +3,8 @@
 
 #include <ATen/ThreadLocalState.h>
 
+#include <atomic>
+#include <chrono>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -12,6 +14,25 @@ namespace pycomm::torch_backend {
 
 // Turns a status into the exception that Python sees: torch.distributed.DistBackendError.
 std::exception_ptr to_exception(const Status& status);
+
+// What communication took in this process, and how much of it a caller waited for.
+struct CommunicationTime {
+  std::atomic<std::int64_t> operations_ns{0};  // from each operation's start to its end
+  std::atomic<std::int64_t> waited_ns{0};      // inside blocking calls and wait()
+};
+CommunicationTime& communication_time();
+
+// Adds the time of a scope.
+class WaitTimer {
+ public:
+  ~WaitTimer() { communication_time().waited_ns += spent_ns(); }
+  std::int64_t spent_ns() const {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
 
 // An operation that has ended before anyone sees it. Half of the cost of a small operation is what
 // there is to wait for: here that is nothing.

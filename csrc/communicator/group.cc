@@ -36,6 +36,7 @@ void QueuedOperation::complete(Status status, Rank source) {
     std::lock_guard lock(mutex_);
     status_ = std::move(status);
     source_ = source;
+    finished_ns_ = platform::real_clock().now_ns();
     callbacks.swap(callbacks_);
     if (!has_waiting_owner_) keepalive.swap(request_.keepalive);
     done_.store(true, std::memory_order_release);

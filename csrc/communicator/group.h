@@ -19,6 +19,7 @@
 #include "communicator/fork_guard.h"
 #include "communicator/point_to_point.h"
 #include "communicator/tuning_file.h"
+#include "platform/system.h"
 #include "transport/shm/factory.h"
 
 namespace pycomm::communicator {
@@ -38,6 +39,7 @@ class QueuedOperation final : public Operation,
   void on_done(std::function<void()> callback) override;
   std::uint64_t op_number() const override { return request_.op_number; }
   Rank source() const override { return source_; }
+  std::int64_t duration_ns() const override { return finished_ns_ - started_ns_; }
 
   OpRequest& request() { return request_; }
   // By the engine, once.
@@ -51,7 +53,9 @@ class QueuedOperation final : public Operation,
   const std::shared_ptr<Engine> engine_;
   const std::uint64_t generation_ = fork_generation();
   OpRequest request_;
-  Rank source_ = kNoRank;  // before done_
+  Rank source_ = kNoRank;  // before done_, as is finished_ns_
+  const base::TimeNs started_ns_ = platform::real_clock().now_ns();
+  base::TimeNs finished_ns_ = 0;
   bool has_waiting_owner_ = false;
   std::atomic<bool> done_{false};
   mutable std::mutex mutex_;

@@ -95,6 +95,8 @@ class Operation {
   // other operations, and for their callbacks.
   virtual void on_done(std::function<void()> callback) = 0;
   virtual std::uint64_t op_number() const = 0;
+  // Of one that is done: nanoseconds since its start.
+  virtual std::int64_t duration_ns() const = 0;
   // Of a recv that is done: who sent.
   virtual Rank source() const = 0;
 };

@@ -1,0 +1,287 @@
+"""Checkpoints that are whole or not there.
+
+A checkpoint is a folder of safetensors files, which torch's distributed checkpointing writes and
+reads (so another layout or number of ranks can load it), and a manifest with the sizes and
+checksums of all of them. It is written under another name; the manifest comes last, then the folder
+gets its name, so a folder with the right name is complete. What fails its checksums is skipped with
+a word. Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8})")
+_PARTIAL = ".partial"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole checkpoint."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]  # what was saved beside the tensors
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the run's state is as before."""
+
+
+def checksum(path: Path) -> str:
+    """Of a file's bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class Checkpoints:
+    """The checkpoints of one run. All methods but `verify` are collective.
+
+    Args:
+        folder: on storage that all ranks see.
+        say: takes a line for the person who watches.
+        group: of all ranks, used by nothing else: saving talks from another thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last_n: int,
+        *,
+        is_async: bool,
+        say: Callable[[str], None],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._folder, self._keep, self._is_async = folder, keep_last_n, is_async
+        self._say, self._group = say, group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._staged: dict[str, torch.Tensor] = {}
+        self.blocked_s = 0.0  # by the last save
+
+    def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Writes a checkpoint; with `is_async` only copies, and writes in another thread.
+
+        Raises:
+            CheckpointError: this one, or the one before, could not be written; on every rank.
+        """
+        start = time.perf_counter()
+        self.wait()
+        self._staged = _copy(tensors, self._staged)
+        if self._is_async:
+            self._thread = threading.Thread(
+                target=self._write_safely, args=(step, state), name="pycomm-checkpoint"
+            )
+            self._thread.start()
+        else:
+            self._write_safely(step, state)
+            self._raise()
+        self.blocked_s = time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Until what was being written is there.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise()
+
+    def newest(self) -> Found | None:
+        """The newest checkpoint whose files are all as they were written."""
+        for path in self._candidates():
+            fault = self._agree(self.verify(path, self._rank, self._size))
+            if not fault:
+                manifest = json.loads((path / MANIFEST).read_text())
+                return Found(path, int(manifest["step"]), manifest["state"])
+            if self._rank == 0:
+                self._say(f"skipping checkpoint {path.name}: {fault}")
+        return None
+
+    def load(self, found: Found, tensors: dict[str, torch.Tensor]) -> None:
+        """Reads a checkpoint's values into tensors, however they are sharded.
+
+        Raises:
+            ValueError: it has no such tensor, or one of another shape.
+        """
+        known = HuggingFaceStorageReader(str(found.path)).read_metadata().state_dict_metadata
+        for name, tensor in tensors.items():
+            there = known.get(name)
+            if there is None or tuple(getattr(there, "size", ())) != tuple(tensor.shape):
+                size = "nothing" if there is None else tuple(getattr(there, "size", ()))
+                raise ValueError(
+                    f"checkpoint {found.path} has {size} for '{name}', the run's configuration "
+                    f"wants {tuple(tensor.shape)}; give another run.out, or the model it was made with"
+                )
+        dcp.load(
+            tensors,
+            storage_reader=HuggingFaceStorageReader(str(found.path)),
+            process_group=self._group,
+        )
+
+    def verify(self, path: Path, part: int = 0, parts: int = 1) -> str:
+        """What is wrong with a checkpoint; empty if nothing is. Looks at every parts-th file."""
+        try:
+            manifest = json.loads((path / MANIFEST).read_text())
+            if manifest["format"] != _FORMAT:
+                return f"format {manifest['format']}, this version reads {_FORMAT}"
+            for name, entry in sorted(manifest["files"].items())[part::parts]:
+                file = path / name
+                if not file.is_file():
+                    return f"{name} is missing"
+                if file.stat().st_size != entry["bytes"]:
+                    return f"{name} has {file.stat().st_size} bytes, not {entry['bytes']}"
+                if checksum(file) != entry["blake2b"]:
+                    return f"{name} is damaged"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"its manifest cannot be read ({type(error).__name__})"
+        return ""
+
+    # Writing -------------------------------------------------------------------------------
+
+    def _write_safely(self, step: int, state: dict[str, Any]) -> None:
+        error: BaseException | None = None
+        try:
+            partial = self._folder / f"step-{step:08d}{_PARTIAL}"
+            self._write(partial, step, state)
+        except BaseException as caught:
+            error = caught
+        self._error = error
+
+    def _write(self, partial: Path, step: int, state: dict[str, Any]) -> None:
+        # torch writes what several ranks hold once, and tells every rank if one fails.
+        fault = ""
+        try:
+            if self._rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True, mode=0o700)
+        except OSError as error:
+            fault = str(error)
+        self._must(self._agree(fault))
+        try:
+            dcp.save(
+                self._staged,
+                storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
+                process_group=self._group,
+            )
+        except OSError as error:
+            fault = str(error)
+        except dcp.CheckpointException as error:
+            fault = "; ".join(f"rank {r}: {e[0]}" for r, e in error.failures.items())
+        self._must(self._agree(fault))
+        own: dict[str, Any] = {}
+        for file in sorted(partial.glob("*.safetensors"))[self._rank :: self._size]:
+            own[file.name] = {"bytes": file.stat().st_size, "blake2b": checksum(file)}
+        files: list[Any] = [None] * self._size
+        dist.all_gather_object(files, own, group=self._group)
+        if self._rank == 0:
+            try:
+                entries = {name: entry for part in files for name, entry in part.items()}
+                manifest = {"format": _FORMAT, "step": step, "state": state, "files": entries}
+                _commit(partial, manifest)
+                self._prune()
+            except OSError as error:
+                fault = str(error)
+        self._must(self._agree(fault))
+
+    def _must(self, fault: str) -> None:
+        if fault:
+            raise CheckpointError(f"no checkpoint was written to {self._folder}: {fault}")
+
+    def _prune(self) -> None:
+        """Keeps the newest few; what was begun and never finished goes too."""
+        names = sorted(p.name for p in self._folder.iterdir() if _NAME.fullmatch(p.name))
+        for name in names[: -self._keep]:
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+        for path in self._folder.glob(f"step-*{_PARTIAL}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _candidates(self) -> list[Path]:
+        """Newest first, as rank 0 sees them."""
+        names: list[Any] = [None]
+        if self._rank == 0 and self._folder.is_dir():
+            found = (p.name for p in self._folder.iterdir() if _NAME.fullmatch(p.name))
+            names[0] = sorted(found, reverse=True)
+        dist.broadcast_object_list(names, src=dist.get_global_rank(self._group, 0), group=self._group)
+        return [self._folder / name for name in names[0] or []]
+
+    def _agree(self, fault: str) -> str:
+        """The first rank's fault that has one, on every rank."""
+        faults: list[Any] = [None] * self._size
+        dist.all_gather_object(faults, fault, group=self._group)
+        return next((f"rank {r}: {f}" if self._size > 1 else f for r, f in enumerate(faults) if f), "")
+
+
+def _commit(partial: Path, manifest: dict[str, Any]) -> None:
+    path = partial / MANIFEST
+    with path.open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(partial, final)
+    handle = os.open(partial.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _copy(
+    tensors: dict[str, torch.Tensor], into: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copies local parts, into the memory of the copy before where there is one."""
+    result = {}
+    for name, tensor in tensors.items():
+        source = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        old = into.get(name)
+        target = old._local_tensor if isinstance(old, DTensor) else old
+        if target is None or target.shape != source.shape:
+            target = torch.empty_like(source, memory_format=torch.contiguous_format)
+        target.copy_(source)
+        if isinstance(tensor, DTensor):
+            target = DTensor.from_local(
+                target,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+        result[name] = target
+    return result
+
+
+def as_state(progress: Any, **more: Any) -> dict[str, Any]:
+    """A dataclass and more as what goes beside the tensors."""
+    return {"progress": asdict(progress), **more}

@@ -1,0 +1,167 @@
+"""A corpus: documents turned into tokens once, then read through a memory map.
+
+The file of tokens lies in the user's cache under a digest of what it was made from (paths, sizes,
+times, tokenizer), so another run finds it, and a changed file makes another one.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pycomm.train.config import DataConfig
+from pycomm.train.data.tokens import Tokenizer, get_tokenizer
+
+_FORMAT = 1
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+
+def find_files(path: str) -> list[Path]:
+    """Files that a path names, in a fixed order; the standard library's source for none.
+
+    Raises:
+        ValueError: there is nothing there.
+    """
+    if not path:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return sorted(p for p in root.glob("*.py") if p.is_file())
+    given = Path(path).expanduser()
+    if given.is_file():
+        return [given]
+    if given.is_dir():
+        files = sorted(p for p in given.rglob("*") if p.is_file())
+    else:
+        names = glob.glob(str(given), recursive=True)
+        files = sorted(Path(p) for p in names if Path(p).is_file())
+    if not files:
+        raise ValueError(f"data.path '{path}' names no file; give a file, a folder or a glob")
+    return files
+
+
+def documents(files: list[Path], text_key: str) -> Iterator[bytes]:
+    """One a file; of a .jsonl one a line.
+
+    Raises:
+        ValueError: a line is not JSON, or has no such field; with file and line.
+    """
+    for path in files:
+        if path.suffix != ".jsonl":
+            yield path.read_bytes()
+            continue
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)[text_key]
+                except (ValueError, KeyError, TypeError) as error:
+                    kind = "no such field" if isinstance(error, KeyError | TypeError) else "no JSON"
+                    raise ValueError(f"{path}:{number}: {kind} (data.text_key '{text_key}')") from None
+                yield str(text).encode()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens for training and, from the end, tokens kept aside for validation."""
+
+    tokens: Tokens
+    num_validation: int
+    tokenizer: Tokenizer
+    digest: str
+
+    @property
+    def training(self) -> Tokens:
+        """Everything before what is kept aside."""
+        return self.tokens[: len(self.tokens) - self.num_validation]
+
+    @property
+    def validation(self) -> Tokens:
+        """What no training step sees."""
+        return self.tokens[len(self.tokens) - self.num_validation :]
+
+
+def open_corpus(
+    config: DataConfig, context: int, progress: Callable[[int, int], None] | None = None
+) -> Corpus:
+    """Tokenises what is not in the cache yet, and maps it.
+
+    Args:
+        progress: called with (bytes done, bytes in all) while tokens are made.
+
+    Raises:
+        ValueError: no files, a bad line, or too little text for a few sequences of `context`.
+    """
+    tokenizer = get_tokenizer(config.tokenizer)
+    files = find_files(config.path)
+    digest = _digest(files, config, tokenizer)
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pycomm" / "corpora"
+    path = folder / f"{digest}.bin"
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _write(path, files, config, tokenizer, dtype, progress)
+    size = path.stat().st_size // np.dtype(dtype).itemsize
+    needed = 20 * (context + 1)
+    if size < needed:
+        raise ValueError(
+            f"the text has {size} tokens, training needs at least {needed}; give more with data.path"
+        )
+    tokens: Tokens = np.memmap(path, dtype, "r")
+    num_validation = max(int(size * config.validation), 2 * (context + 1))
+    return Corpus(tokens, num_validation, tokenizer, digest)
+
+
+def _digest(files: list[Path], config: DataConfig, tokenizer: Tokenizer) -> str:
+    parts = [f"{_FORMAT} {tokenizer.name} {config.text_key}"]
+    for path in files:
+        stat = path.stat()
+        parts.append(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
+
+
+def _write(
+    path: Path,
+    files: list[Path],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    dtype: type,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Whole or not at all: two runs may do it at once, and the disk may be full."""
+    total = sum(file.stat().st_size for file in files)
+    done = 0
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            for document in documents(files, config.text_key):
+                tokens = np.append(tokenizer.encode(document), np.uint32(tokenizer.end_of_text))
+                out.write(tokens.astype(dtype).tobytes())
+                done += len(document)
+                if progress is not None:
+                    progress(min(done, total), total)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def bigram_loss(training: Tokens, validation: Tokens, vocab_size: int) -> float:
+    """Nats per token on `validation` of a bigram model counted on `training`, with 0.1 added to
+    each count: the loss of knowing nothing but the token before. Only for small vocabularies."""
+
+    def pairs(tokens: Tokens) -> npt.NDArray[np.int64]:
+        return tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
+
+    counts = np.bincount(pairs(training), minlength=vocab_size**2).reshape(vocab_size, -1) + 0.1
+    log_p = np.log(counts / counts.sum(1, keepdims=True)).ravel()
+    return float(-log_p[pairs(validation)].mean())

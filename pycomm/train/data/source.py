@@ -1,0 +1,63 @@
+"""Where batches come from: a corpus cut into sequences, or a user's own dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import default_collate
+
+from pycomm.train.data.corpus import Tokens
+
+
+class Source(Protocol):
+    """N samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, samples: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+        """Inputs and targets of some samples."""
+        ...
+
+
+class Sequences:
+    """Non-overlapping sequences of a corpus; the target of a token is the next one."""
+
+    def __init__(self, tokens: Tokens, context: int) -> None:
+        self._tokens, self._context = tokens, context
+        self._num = (len(tokens) - 1) // context
+
+    def __len__(self) -> int:
+        return self._num
+
+    def batch(self, samples: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shape: (B,) to (B, T) int64 each."""
+        t = self._context
+        rows = [self._tokens[s * t : s * t + t + 1] for s in samples.tolist()]
+        windows = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return windows[:, :-1], windows[:, 1:]
+
+
+class UserData:
+    """A map-style dataset of (input, target) pairs."""
+
+    def __init__(self, dataset: Sequence[Any]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, samples: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+        """Collated as torch's DataLoader does.
+
+        Raises:
+            ValueError: an item is not a pair.
+        """
+        items = [self._dataset[s] for s in samples.tolist()]
+        collated = default_collate(items)
+        if not isinstance(collated, list | tuple) or len(collated) != 2:
+            raise ValueError("an item of the dataset must be a pair (input, target)")
+        return collated[0], collated[1]

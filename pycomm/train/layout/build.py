@@ -1,0 +1,163 @@
+"""Builds this rank's parts of a model: made, split and wrapped layer by layer, so that no rank
+ever holds more than one whole layer beside its own share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from pycomm.train.config import Config
+from pycomm.train.layout.degrees import Layout
+from pycomm.train.layout.mesh import Meshes
+from pycomm.train.layout.tensor import split_block, split_ends, split_experts
+from pycomm.train.model.decoder import Decoder, initial_value
+from pycomm.train.model.experts import Experts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Part:
+    """One stage of a model on this rank.
+
+    `module` is called in training and has what wraps it; `plain` is the module inside, whose
+    parameter names are those of the whole model.
+    """
+
+    module: nn.Module
+    plain: nn.Module
+    stage: int
+
+    def set_last_pass(self, is_last: bool, zero: int) -> None:
+        """Before a backward: gradients are reduced in the last pass of a step, with ZeRO-2 and 3 in
+        every pass, so that no rank keeps whole ones."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(is_last or zero >= 2)
+            self.module.set_is_last_backward(is_last)
+            self.module.set_reshard_after_backward(is_last or zero == 3)
+        elif isinstance(self.module, DistributedDataParallel):
+            self.module.require_backward_grad_sync = is_last
+
+
+def build_parts(config: Config, layout: Layout, meshes: Meshes) -> list[Part]:
+    """This rank's stages, initialised from the run's seed."""
+    rank = meshes.rank_in("pipeline")
+    stages = [rank + layout.pipeline * i for i in range(layout.stages_per_rank)]
+    return [_build(config, layout, meshes, stage) for stage in stages]
+
+
+def wrap_user_module(module: nn.Module, config: Config, layout: Layout, meshes: Meshes) -> Part:
+    """Data parallel or ZeRO for a module that we did not make: the layers of its lists and
+    sequences are gathered one at a time."""
+    if meshes.data is None:
+        return Part(module, module, 0)
+    if layout.zero == 0:
+        return Part(DistributedDataParallel(module, process_group=meshes.data.get_group()), module, 0)
+    for child in module.modules():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            for layer in child.children():
+                if any(p.requires_grad for p in layer.parameters()):
+                    _shard(layer, config, layout, meshes)
+    _shard(module, config, layout, meshes)
+    return Part(module, module, 0)
+
+
+def _build(config: Config, layout: Layout, meshes: Meshes, stage: int) -> Part:
+    layers = layout.layers_of_stage(stage, config.model.layers)
+    with torch.device("meta"):
+        model = Decoder(config.model, layers)
+    is_wrapped = meshes.data is not None and layout.data * max(layout.zero, 1) > 1
+    is_ddp = is_wrapped and layout.zero == 0 and layout.world_size == layout.data
+    is_ddp = is_ddp and layout.expert == 1
+    wraps = is_wrapped and not is_ddp
+    ignored: set[nn.Parameter] = set()
+    for i, block in model.blocks.items():
+        _materialise(model, block, f"blocks.{i}.", config)
+        if meshes.tensor is not None:
+            split_block(cast(Any, block), meshes.tensor, layout.sequence_parallel)
+        if isinstance(block.ffn, Experts):
+            split_experts(block.ffn, meshes.expert, meshes.tensor, meshes.whole)
+            if wraps and layout.expert > 1:
+                if meshes.replica is not None:
+                    _wrap(block.ffn.weights, config, layout, meshes, meshes.replica)
+                else:
+                    ignored |= set(block.ffn.weights.parameters())
+        if wraps:
+            _wrap(block, config, layout, meshes, meshes.data, ignored)
+    _materialise(model, model, "", config)
+    if meshes.tensor is not None and layout.sequence_parallel:
+        split_ends(model, meshes.tensor)
+    if wraps:
+        _wrap(model, config, layout, meshes, meshes.data, ignored)
+    if is_ddp:
+        assert meshes.data is not None
+        wrapped = DistributedDataParallel(
+            model, process_group=meshes.data.get_group(), gradient_as_bucket_view=True
+        )
+        return Part(wrapped, model, stage)
+    return Part(model, model, stage)
+
+
+def _materialise(model: Decoder, module: nn.Module, prefix: str, config: Config) -> None:
+    """Gives every parameter below `module` that has no memory yet its initial value."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones once
+    for path, child in module.named_modules():
+        for name, parameter in list(child.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
+            if parameter not in made:
+                full = prefix + (f"{path}.{name}" if path else name)
+                value = initial_value(config.model, full, parameter.shape, config.run.seed)
+                made[parameter] = nn.Parameter(value)
+            setattr(child, name, made[parameter])
+        if "cos" in child._buffers and child.get_buffer("cos").is_meta:
+            from pycomm.train.model.decoder import rotary_tables
+
+            child._buffers["cos"], child._buffers["sin"] = rotary_tables(model.config)
+
+
+def _wrap(
+    module: nn.Module,
+    config: Config,
+    layout: Layout,
+    meshes: Meshes,
+    mesh: Any,
+    ignored: set[nn.Parameter] | None = None,
+) -> None:
+    if layout.zero:
+        _shard(module, config, layout, meshes, mesh, ignored)
+    else:
+        policy = _precision(config)
+        replicate(module, mesh=mesh, mp_policy=policy, ignored_params=ignored or None)
+
+
+def _shard(
+    module: nn.Module,
+    config: Config,
+    layout: Layout,
+    meshes: Meshes,
+    mesh: Any = None,
+    ignored: set[nn.Parameter] | None = None,
+) -> None:
+    # A pipeline passes each stage many times a step: gathering again for every backward of every
+    # microbatch would cost more than the memory is worth.
+    fully_shard(
+        module,
+        mesh=mesh if mesh is not None else meshes.data,
+        reshard_after_forward=layout.zero == 3 and layout.pipeline == 1,
+        mp_policy=_precision(config),
+        ignored_params=ignored or None,
+    )
+
+
+def _precision(config: Config) -> MixedPrecisionPolicy:
+    dtype = DTYPES[config.precision.compute]
+    if dtype == torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)

@@ -1,0 +1,198 @@
+"""The optimizer of a rank: torch's, on this rank's parts of the parameters.
+
+A DTensor costs tens of microseconds for every operation on the CPU; an elementwise optimizer needs
+none of what they buy. So the optimizer sees plain tensors that share memory with the parameters'
+local parts, and only clipping, which needs the norm of everything, communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pycomm.train.config import OptimizerConfig
+from pycomm.train.layout.tensor import local_tensor
+
+
+def lr_at(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The learning rate of step 0, 1, ...: a linear warm-up, then the decay."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    if config.decay == "constant":
+        return config.lr
+    done = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
+    share = 1 - done if config.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.lr * (config.min_lr + (1 - config.min_lr) * share)
+
+
+@dataclass
+class Held:
+    """A parameter of this rank: under its name in the whole model, its part as a plain tensor."""
+
+    name: str
+    parameter: nn.Parameter
+    local: nn.Parameter
+    is_counted: bool  # False for the second copy of tied weights
+
+
+@dataclass
+class StepResult:
+    """What an optimizer step did."""
+
+    grad_norm: float  # before clipping, of the unscaled gradient
+    is_skipped: bool  # the gradient was not finite
+
+
+@dataclass
+class Optimizer:
+    """Made by `make_optimizer`."""
+
+    config: OptimizerConfig
+    held: list[Held]
+    inner: torch.optim.Optimizer
+    pipeline_group: dist.ProcessGroup | None = None
+
+    def step(self, lr: float, loss_scale: float) -> StepResult:
+        """Clips and steps; skips the step, on all ranks alike, where the gradient is not finite."""
+        held = [h for h in self.held if h.parameter.grad is not None]
+        for h in held:
+            h.local.grad = _local_grad(h.parameter)
+        norm = math.sqrt(self._squares(held)) / loss_scale
+        if not math.isfinite(norm):
+            self.zero_grad()
+            return StepResult(norm, True)
+        factor = 1 / loss_scale
+        if self.config.clip and norm > self.config.clip:
+            factor *= self.config.clip / (norm + 1e-6)
+        grads = [h.local.grad for h in held if h.local.grad is not None]
+        if factor != 1:
+            torch._foreach_mul_(grads, factor)
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        self.inner.step()
+        self.zero_grad()
+        return StepResult(norm, False)
+
+    def zero_grad(self) -> None:
+        """Drops gradients."""
+        for h in self.held:
+            h.local.grad = None
+            h.parameter.grad = None
+
+    def _squares(self, held: list[Held]) -> float:
+        """The sum of squares of the whole gradient, over all ranks.
+
+        A shard counts once: sums go over the dimensions along which a gradient is sharded, and over
+        the pipeline; along the others every rank has the same.
+        """
+        sums: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        groups: dict[str, dist.ProcessGroup] = {}
+        for h in held:
+            if not h.is_counted or h.local.grad is None:
+                continue
+            names = []
+            if isinstance(h.parameter, DTensor):
+                mesh = h.parameter.device_mesh
+                mesh_names = mesh.mesh_dim_names or ()
+                for i, placement in enumerate(h.parameter.placements):
+                    if not placement.is_replicate():  # Shard, or a shard of a shard
+                        names.append(mesh_names[i])
+                        groups[mesh_names[i]] = mesh.get_group(i)
+            sums.setdefault(tuple(names), []).append(h.local.grad)
+        total = torch.zeros((), dtype=torch.float64)
+        for names in sorted(sums):
+            grads = [g for g in sums[names] if g.numel()]
+            square = torch.zeros((), dtype=torch.float64)
+            if grads:
+                square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+            for name in names:
+                dist.all_reduce(square, group=groups[name])
+            total += square
+        if self.pipeline_group is not None:
+            dist.all_reduce(total, group=self.pipeline_group)
+        return float(total)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state under the parameters' names, sharded as they are."""
+        result = {}
+        for h in self.held:
+            for key, value in sorted(self.inner.state.get(h.local, {}).items()):
+                if isinstance(value, torch.Tensor) and value.shape == h.local.shape:
+                    result[f"{key}.{h.name}"] = like(value, h.parameter)
+        return result
+
+    def make_state(self, steps_done: int) -> None:
+        """Allocates the state as after `steps_done` steps, for a checkpoint to be read into."""
+        keys = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq")}
+        momentum = ("momentum_buffer",) if self.config.momentum and steps_done else ()
+        for h in self.held:
+            state: dict[str, Any] = {
+                key: torch.zeros_like(h.local) for key in keys.get(self.config.name, momentum)
+            }
+            if self.config.name != "sgd":
+                state["step"] = torch.tensor(float(steps_done))
+            self.inner.state[h.local] = state
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that were not skipped."""
+        for state in self.inner.state.values():
+            if "step" in state:
+                return int(state["step"])
+        return 0
+
+
+def _local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+        if grad.placements != parameter.placements:  # sums that sequence parallel left open
+            grad = grad.redistribute(placements=parameter.placements)
+            parameter.grad = grad
+        return grad._local_tensor
+    return grad
+
+
+def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A rank's part as the DTensor that its parameter is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    named: list[tuple[str, nn.Parameter, bool]],
+    pipeline_group: dist.ProcessGroup | None = None,
+) -> Optimizer:
+    """An optimizer over (name in the whole model, parameter, counted in the norm)."""
+    held = [
+        Held(name, p, nn.Parameter(local_tensor(p.detach()), requires_grad=True), counted)
+        for name, p, counted in named
+    ]
+    matrices = [h.local for h in held if h.parameter.dim() > 1]
+    vectors = [h.local for h in held if h.parameter.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    inner: torch.optim.Optimizer
+    if config.name == "sgd":
+        inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    else:
+        kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+        inner = kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return Optimizer(config, held, inner, pipeline_group)

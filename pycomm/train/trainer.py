@@ -1,0 +1,425 @@
+"""START HERE: a run from its configuration to its end, on every rank.
+
+    trainer = Trainer(load_config(Path("run.toml")))
+    trainer.fit()
+
+Ranks are those of torchrun, `pycomm run` or `pycomm train`; one process alone is a run too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pycomm.train.checkpoint import CheckpointError, Checkpoints, Found
+from pycomm.train.config import Config
+from pycomm.train.data.corpus import Corpus, bigram_loss, open_corpus
+from pycomm.train.data.source import Sequences, Source, UserData
+from pycomm.train.engine import Engine, Loss, Progress, StepStats
+from pycomm.train.layout.build import DTYPES, wrap_user_module
+from pycomm.train.layout.degrees import resolve
+from pycomm.train.layout.mesh import make_meshes
+from pycomm.train.model.decoder import next_token_loss
+from pycomm.train.predict import flops_per_token, make_choice, measure_matmul_flops
+from pycomm.train.sample import generate
+from pycomm.train.watch.line import Line
+from pycomm.train.watch.records import Record, Sink, make_sinks
+
+_TIMELINE_STEPS = (5, 2, 1)  # the first of these that a run reaches is drawn
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    step: int
+    loss: float
+    validation_loss: float | None
+    was_stopped: bool  # by a signal; run it again to go on
+
+
+def with_vocabulary(config: Config, vocab_size: int) -> Config:
+    """The configuration with the tokenizer's vocabulary where none was given."""
+    if config.model.vocab_size:
+        if config.model.vocab_size < vocab_size:
+            raise ValueError(
+                f"model.vocab_size {config.model.vocab_size} is less than the tokenizer's {vocab_size}"
+            )
+        return config
+    model = config.model.model_copy(update={"vocab_size": vocab_size})
+    return config.model_copy(update={"model": model})
+
+
+class Trainer:
+    """One rank of a run.
+
+    Args:
+        config: the run. With a model of one's own, `config.model` is not looked at.
+        model: any module, for data parallel and ZeRO; by default the configured decoder.
+        dataset: map-style, of (input, target) pairs; needed with a model of one's own.
+        loss: of (output, target), a mean over the samples.
+
+    Raises:
+        ValueError: the configuration does not fit the ranks, the model or the data.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: nn.Module | None = None,
+        dataset: Sequence[Any] | None = None,
+        loss: Loss | None = None,
+    ) -> None:
+        if (model is None) != (dataset is None) or (model is not None and loss is None):
+            raise ValueError("a model of one's own comes with a dataset and a loss")
+        self._owns_group = open_group(config)
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        _set_up_process(config, self._rank)
+        self.corpus: Corpus | None = None
+        source: Source
+        if dataset is None:
+            self.corpus = _open_corpus_once(config)
+            config = with_vocabulary(config, self.corpus.tokenizer.vocab_size)
+            source = Sequences(self.corpus.training, config.model.context)
+        else:
+            source = UserData(dataset)
+        self.config = config
+        self.layout = resolve(config, self._world_size)
+        _check_model(model, config)
+        self._flops = _slowest(measure_matmul_flops(DTYPES[config.precision.compute]))
+        meshes = make_meshes(self.layout)
+        parts = None if model is None else [wrap_user_module(model, config, self.layout, meshes)]
+        self.engine = Engine(
+            config,
+            self.layout,
+            meshes,
+            source,
+            parts=parts,
+            loss=loss or next_token_loss,
+            choice=make_choice(config, self.layout, self._flops) if model is None else None,
+        )
+        self._is_text = model is None
+        self._stop = _StopFlag()
+        self._communication = (0.0, 0.0)
+
+    def fit(self) -> Summary:
+        """Trains from the newest checkpoint, or from the start, to `run.steps`.
+
+        Raises:
+            ValueError: a checkpoint does not fit the configuration.
+            torch.distributed.DistBackendError: a rank was lost; start again to go on from the
+                newest checkpoint.
+        """
+        config, out = self.config, self.config.run.out
+        if self._rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "config.json").write_text(config.model_dump_json(indent=1))
+        first = Line(0, 0, 1, enabled=self._rank == 0)
+        checkpoints = Checkpoints(
+            out / "checkpoints",
+            config.checkpoint.keep_last_n,
+            is_async=config.checkpoint.async_save,
+            say=first.say,
+            group=dist.new_group(),
+        )
+        self._resume(checkpoints, first)
+        sinks: list[Sink] = []
+        if self._rank == 0:
+            sinks = make_sinks(config.watch, out, self.engine.progress.step)
+            self._describe(out)
+        self._together()
+        line = Line(
+            self.engine.progress.step,
+            config.run.steps,
+            config.watch.every,
+            enabled=self._rank == 0,
+        )
+        try:
+            with self._stop, line:
+                summary = self._loop(checkpoints, sinks, line)
+        finally:
+            for sink in sinks:
+                sink.close()
+        if not summary.was_stopped:
+            self._show_sample(out)
+        if self._owns_group:
+            self._together()
+            dist.destroy_process_group()
+        return summary
+
+    # The loop ------------------------------------------------------------------------------
+
+    def _loop(self, checkpoints: Checkpoints, sinks: list[Sink], line: Line) -> Summary:
+        engine, config = self.engine, self.config
+        loss, validation, saved = float("nan"), None, engine.progress.step
+        stats: StepStats | None = None
+        self._communication = _communication_time()
+        while engine.progress.step < config.run.steps:
+            stats = engine.train_step(stop=self._stop.is_set)
+            loss, step = stats.loss, stats.step
+            is_last = step == config.run.steps
+            every = config.watch.validate_every
+            validation = self._validate(line) if is_last or (every and step % every == 0) else None
+            record = self._record(stats, validation)
+            line.show(record)
+            for sink in sinks:
+                sink.write(record)
+            if step in _TIMELINE_STEPS:
+                self._write_timeline(step)
+            if is_last or stats.stop or _is_due(step, config.checkpoint.every):
+                self._save(checkpoints, line, step)
+                saved = step
+            if stats.stop:
+                break
+        self._finish_saving(checkpoints, line)
+        was_stopped = stats is not None and stats.stop and engine.progress.step < config.run.steps
+        if was_stopped:
+            line.say(f"stopped after step {saved}, which is saved; the same command goes on from there")
+        return Summary(engine.progress.step, loss, validation, was_stopped)
+
+    def _validate(self, line: Line) -> float | None:
+        if self.corpus is None:
+            return None
+        source = Sequences(self.corpus.validation, self.config.model.context)
+        try:
+            return self.engine.evaluate(source, self.config.watch.validation_sequences)
+        except ValueError as error:
+            line.say(f"no validation: {error}")
+            return None
+
+    def _record(self, stats: StepStats, validation: float | None) -> Record:
+        config, layout = self.config, self.layout
+        tokens = layout.batch * (config.model.context if self._is_text else 1)
+        now = _communication_time()
+        spent, waited = (b - a for a, b in zip(self._communication, now, strict=True))
+        self._communication = now
+        mfu = None
+        if self._is_text:
+            peak = self._flops * self._world_size
+            mfu = flops_per_token(config.model) * tokens / stats.seconds / peak
+        is_known = config.run.backend == "pycomm" and self._world_size > 1
+        has_experts = self._is_text and config.model.experts > 0
+        return Record(
+            step=stats.step,
+            samples=self.engine.progress.samples,
+            epoch=self.engine.progress.samples / len(self.engine.source),
+            loss=stats.loss,
+            validation_loss=validation,
+            lr=stats.lr,
+            grad_norm=stats.grad_norm,
+            seconds=stats.seconds,
+            tokens_per_s=tokens / stats.seconds,
+            mfu=mfu,
+            memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            communication_share=min(waited / stats.seconds, 1.0) if is_known else None,
+            overlap=max(0.0, 1 - waited / spent) if is_known and spent > 0 else None,
+            loss_scale=self.engine.scale.value,
+            balance=stats.balance if has_experts else None,
+            dropped=stats.dropped if has_experts else None,
+            is_skipped=stats.is_skipped,
+        )
+
+    # Checkpoints ---------------------------------------------------------------------------
+
+    def _resume(self, checkpoints: Checkpoints, line: Line) -> None:
+        if not self.config.checkpoint.resume:
+            return
+        found = checkpoints.newest()
+        if found is None:
+            return
+        self._check_same_run(found)
+        progress = Progress(**found.state["progress"])
+        self.engine.optimizer.make_state(found.state["optimizer_steps"])
+        checkpoints.load(found, self.engine.tensors())
+        self.engine.restore(progress)
+        line.say(f"going on after step {progress.step} of {found.path}")
+
+    def _check_same_run(self, found: Found) -> None:
+        """Other data, seed or batch under the same cursor would be another run."""
+        for name, value in self._identity().items():
+            there = found.state["identity"].get(name)
+            if there != value:
+                raise ValueError(
+                    f"checkpoint {found.path} was made with {name} {there}, this run has {value}; "
+                    "give another run.out, or checkpoint.resume=false to start anew"
+                )
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "data": self.corpus.digest if self.corpus else f"{len(self.engine.source)} samples",
+            "run.seed": self.config.run.seed,
+            "model.context": self.config.model.context,
+            "optimizer.name": self.config.optimizer.name,
+        }
+
+    def _save(self, checkpoints: Checkpoints, line: Line, step: int) -> None:
+        engine = self.engine
+        state = {
+            "progress": asdict(engine.progress),
+            "optimizer_steps": engine.optimizer.steps_done,
+            "identity": self._identity(),
+            "layout": self.layout.describe(),
+        }
+        try:
+            checkpoints.save(step, engine.tensors(), state)
+        except CheckpointError as error:
+            line.say(f"warning: {error}; the run goes on, older checkpoints are as they were")
+
+    def _finish_saving(self, checkpoints: Checkpoints, line: Line) -> None:
+        try:
+            checkpoints.wait()
+        except CheckpointError as error:
+            line.say(f"error: {error}")
+            raise
+
+    # What a person sees --------------------------------------------------------------------
+
+    def _describe(self, out: Path) -> None:
+        """What the report shows beside the records."""
+        engine = self.engine
+        about: dict[str, Any] = {
+            "layout": self.layout.describe(),
+            "world_size": self._world_size,
+            "backend": self.config.run.backend,
+            "num_samples": len(engine.source),
+            "matmul_flops_per_rank": self._flops,
+        }
+        choice = make_choice(self.config, self.layout, self._flops) if self._is_text else None
+        if choice is not None:
+            about["schedule"], about["why"] = choice.name, choice.why
+        if self.corpus is not None and self.corpus.tokenizer.vocab_size <= 1 << 10:
+            about["bigram_loss"] = bigram_loss(
+                self.corpus.training, self.corpus.validation, self.corpus.tokenizer.vocab_size
+            )
+        (out / "about.json").write_text(json.dumps(about, indent=1))
+
+    def _write_timeline(self, step: int) -> None:
+        rows: list[Any] = [None] * self._world_size
+        dist.all_gather_object(rows, [asdict(span) for span in self.engine.spans])
+        if self._rank == 0:
+            text = json.dumps({"step": step, "ranks": rows})
+            (self.config.run.out / "timeline.json").write_text(text)
+
+    def _show_sample(self, out: Path) -> None:
+        if self.corpus is None or not self.config.watch.sample_tokens:
+            return
+        prompt = [int(t) for t in self.corpus.validation[: min(16, self.config.model.context)]]
+        tokens = generate(self.engine, prompt, self.config.watch.sample_tokens)
+        if self._rank == 0:
+            text = self.corpus.tokenizer.decode(prompt + tokens)
+            (out / "sample.txt").write_text(text)
+
+    def _together(self) -> None:
+        """Work that one rank has done is there for all."""
+        if self._world_size > 1:
+            dist.barrier()
+
+
+class _StopFlag:
+    """SIGTERM and the first ctrl-C ask for an end after the step; a second ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopFlag:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                self._before[number] = signal.signal(number, self._on_signal)
+            except ValueError:  # not the main thread
+                break
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+
+
+def _is_due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def open_group(config: Config, **where: Any) -> bool:
+    """Opens the default group if there is none, and says whether it did.
+
+    Args:
+        where: init_method, rank and world_size; by default torchrun's environment, or one rank.
+    """
+    if dist.is_initialized():
+        return False
+    if config.run.deterministic:
+        os.environ.setdefault("PYCOMM_DETERMINISTIC", "1")
+    timeout = timedelta(seconds=config.run.timeout_s)
+    if not where and "RANK" not in os.environ:
+        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(config.run.backend, timeout=timeout, **where)
+    return True
+
+
+def _set_up_process(config: Config, rank: int) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    torch.set_num_threads(config.run.threads or max(1, len(cpus) // ranks_here))
+    if config.run.pin:
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        os.sched_setaffinity(0, {cpus[local_rank % len(cpus)]})
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _open_corpus_once(config: Config) -> Corpus:
+    """One rank of each host makes the file of tokens, the others find it."""
+    is_first = int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0
+    fault: str | None = None
+    corpus: Corpus | None = None
+    if is_first:
+        try:
+            corpus = open_corpus(config.data, config.model.context)
+        except (ValueError, OSError) as error:
+            fault = str(error)
+    faults: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    fault = next((f for f in faults if f), None)
+    if fault:
+        raise ValueError(fault)
+    return corpus or open_corpus(config.data, config.model.context)
+
+
+def _check_model(model: nn.Module | None, config: Config) -> None:
+    wanted = config.layout
+    if model is not None and max(wanted.tensor, wanted.pipeline, wanted.expert) > 1:
+        raise ValueError("a model of one's own can be trained data parallel and with ZeRO")
+
+
+def _slowest(value: float) -> float:
+    tensor = torch.tensor(value, dtype=torch.float64)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    return float(tensor)
+
+
+def _communication_time() -> tuple[float, float]:
+    """Seconds of all operations of this process so far, and seconds that callers waited."""
+    from pycomm._loader import torch_module
+
+    result: tuple[float, float] = torch_module().communication_time()
+    return result
+
