@@ -249,7 +249,7 @@ Examples:
 @click.option("--out", help="The run's folder. One with checkpoints is gone on with.")
 @click.option("--steps", type=COUNT, help="Optimizer steps.")
 @click.option("--backend", help="Of torch.distributed. Default: pycomm.")
-@click.option("--dry-run", is_flag=True, help="Say what would run and what it needs; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Say what would run, start nothing.")
 @click.option("--keys", is_flag=True, help="List every key with its default and meaning.")
 def train(
     config: Path | None,

@@ -1,6 +1,6 @@
 """The parallel trainer: a transformer, or a module of one's own, over any layout of ranks.
 
-    from pycomm.train import Config, Trainer, load_config
+from pycomm.train import Config, Trainer, load_config
 """
 
 from pycomm.train.config import Config, make_config

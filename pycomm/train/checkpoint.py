@@ -23,8 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 MANIFEST = "manifest.json"
@@ -134,10 +139,10 @@ class Checkpoints:
             if there is None or tuple(getattr(there, "size", ())) != tuple(tensor.shape):
                 size = "nothing" if there is None else tuple(getattr(there, "size", ()))
                 raise ValueError(
-                    f"checkpoint {found.path} has {size} for '{name}', the run's configuration "
-                    f"wants {tuple(tensor.shape)}; give another run.out, or the model it was made with"
+                    f"checkpoint {found.path} has {size} for '{name}', the run wants "
+                    f"{tuple(tensor.shape)}; give another run.out, or the model it was made with"
                 )
-        dcp.load(
+        dcp_load(
             tensors,
             storage_reader=HuggingFaceStorageReader(str(found.path)),
             process_group=self._group,
@@ -183,14 +188,14 @@ class Checkpoints:
             fault = str(error)
         self._must(self._agree(fault))
         try:
-            dcp.save(
+            dcp_save(
                 self._staged,
                 storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
                 process_group=self._group,
             )
         except OSError as error:
             fault = str(error)
-        except dcp.CheckpointException as error:
+        except CheckpointException as error:
             fault = "; ".join(f"rank {r}: {e[0]}" for r, e in error.failures.items())
         self._must(self._agree(fault))
         own: dict[str, Any] = {}
@@ -231,14 +236,18 @@ class Checkpoints:
         if self._rank == 0 and self._folder.is_dir():
             found = (p.name for p in self._folder.iterdir() if _NAME.fullmatch(p.name))
             names[0] = sorted(found, reverse=True)
-        dist.broadcast_object_list(names, src=dist.get_global_rank(self._group, 0), group=self._group)
+        dist.broadcast_object_list(
+            names, src=dist.get_global_rank(self._group, 0), group=self._group
+        )
         return [self._folder / name for name in names[0] or []]
 
     def _agree(self, fault: str) -> str:
         """The first rank's fault that has one, on every rank."""
         faults: list[Any] = [None] * self._size
         dist.all_gather_object(faults, fault, group=self._group)
-        return next((f"rank {r}: {f}" if self._size > 1 else f for r, f in enumerate(faults) if f), "")
+        return next(
+            (f"rank {r}: {f}" if self._size > 1 else f for r, f in enumerate(faults) if f), ""
+        )
 
 
 def _commit(partial: Path, manifest: dict[str, Any]) -> None:

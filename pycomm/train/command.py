@@ -75,9 +75,7 @@ def _prepare(config: Config) -> Config:
 
 
 def _train_rank(config: Config, place: Place) -> int:
-    open_group(
-        config, init_method=place.init_method, rank=place.rank, world_size=place.world_size
-    )
+    open_group(config, init_method=place.init_method, rank=place.rank, world_size=place.world_size)
     try:
         summary = Trainer(config).fit()
         dist.barrier()
@@ -128,8 +126,8 @@ def dry_run(config: Config, num_ranks: int) -> None:
     rows.append(
         (
             "step",
-            f"{prediction.step_s * 1e3:.0f} ms at least: compute {prediction.compute_s * 1e3:.0f} ms "
-            f"at {shorten(flops)}FLOP/s a rank, communication "
+            f"{prediction.step_s * 1e3:.0f} ms at least: compute "
+            f"{prediction.compute_s * 1e3:.0f} ms at {shorten(flops)}FLOP/s a rank, communication "
             f"{prediction.communication_s * 1e3:.1f} ms at {shorten(copies)}B/s, bubble "
             f"{prediction.bubble:.1%}",
         )

@@ -1,8 +1,8 @@
 """Reads DeepSpeed's ds_config.json into our sections.
 
 Source: the key names and their meaning are those of the public DeepSpeed configuration reference
-(deepspeed.ai/docs/config-json). A key that changes what is computed is honoured or refused; one that
-only steers DeepSpeed's own buffers is accepted where our runtime decides by itself, and listed.
+(deepspeed.ai/docs/config-json). A key that changes what is computed is honoured or refused; one
+that only steers DeepSpeed's own buffers is accepted, as our runtime decides by itself.
 """
 
 from __future__ import annotations

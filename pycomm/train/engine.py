@@ -94,13 +94,11 @@ class Engine:
         result = []
         for part in self.parts:
             for name, parameter in part.plain.named_parameters():
-                if not parameter.requires_grad:
-                    continue
-                is_copy = False
+                whole = name
                 if isinstance(part.plain, Decoder):
                     whole = name_in_whole(part.plain.config, name)
-                    is_copy, name = whole != name, whole
-                result.append((name, parameter, not is_copy))
+                if parameter.requires_grad:
+                    result.append((whole, parameter, whole == name))
         return result
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -235,7 +233,7 @@ class Engine:
             losses.append(loss.detach())
             self._mark("F", start, i)
             start = time.perf_counter()
-            (loss * scale).backward()
+            torch.autograd.backward(loss * scale)
             self._mark("B", start, i)
         return torch.stack(losses).mean()
 
@@ -264,7 +262,7 @@ class Engine:
         random.seed(number)
 
     def _agree(self, loss: torch.Tensor | None, stop: bool) -> tuple[float, float, float, float]:
-        """Means over the ranks that know them: loss, balance, dropped; and how many want to stop."""
+        """Means over the ranks that know them: loss, balance, dropped; and how many would stop."""
         values = torch.zeros(5, dtype=torch.float64)
         if loss is not None:
             values[0] = loss.double() / (self.layout.data * self.layout.tensor)
@@ -276,7 +274,12 @@ class Engine:
         if self.layout.world_size > 1:
             dist.all_reduce(values)
         count = max(float(values[3]), 1.0)
-        return float(values[0]), float(values[1]) / count, float(values[2]) / count, float(values[4])
+        return (
+            float(values[0]),
+            float(values[1]) / count,
+            float(values[2]) / count,
+            float(values[4]),
+        )
 
     # Construction --------------------------------------------------------------------------
 

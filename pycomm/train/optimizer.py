@@ -106,12 +106,12 @@ class Optimizer:
                         groups[mesh_names[i]] = mesh.get_group(i)
             sums.setdefault(tuple(names), []).append(h.local.grad)
         total = torch.zeros((), dtype=torch.float64)
-        for names in sorted(sums):
-            grads = [g for g in sums[names] if g.numel()]
+        for sharded in sorted(sums):
+            grads = [g for g in sums[sharded] if g.numel()]
             square = torch.zeros((), dtype=torch.float64)
             if grads:
                 square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
-            for name in names:
+            for name in sharded:
                 dist.all_reduce(square, group=groups[name])
             total += square
         if self.pipeline_group is not None:

@@ -137,7 +137,11 @@ def predict_memory(config: Config, layout: Layout, rank: int, in_flight: int) ->
     whole = split + expert
     sharded = split // layout.data + expert // layout.replica
     states = {"adamw": 2, "adam": 2, "sgd": 1 if config.optimizer.momentum else 0}
-    held = activations * -(-in_flight // layout.stages_per_rank) if layout.pipeline > 1 else activations
+    held = (
+        activations * -(-in_flight // layout.stages_per_rank)
+        if layout.pipeline > 1
+        else activations
+    )
     return Memory(
         parameters=4 * (sharded if layout.zero == 3 else whole),
         gradients=4 * (sharded if layout.zero >= 2 else whole),

@@ -7,7 +7,9 @@ import torch
 from pycomm.train.engine import Engine
 
 
-def generate(engine: Engine, prompt: list[int], num_tokens: int, temperature: float = 0.8) -> list[int]:
+def generate(
+    engine: Engine, prompt: list[int], num_tokens: int, temperature: float = 0.8
+) -> list[int]:
     """Continues a prompt; collective, and the same on every rank.
 
     The window slides when the context is full. Each token costs a forward pass of the whole

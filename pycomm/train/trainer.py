@@ -55,7 +55,8 @@ def with_vocabulary(config: Config, vocab_size: int) -> Config:
     if config.model.vocab_size:
         if config.model.vocab_size < vocab_size:
             raise ValueError(
-                f"model.vocab_size {config.model.vocab_size} is less than the tokenizer's {vocab_size}"
+                f"model.vocab_size {config.model.vocab_size} is less than the tokenizer's "
+                f"{vocab_size}"
             )
         return config
     model = config.model.model_copy(update={"vocab_size": vocab_size})
@@ -187,7 +188,9 @@ class Trainer:
         self._finish_saving(checkpoints, line)
         was_stopped = stats is not None and stats.stop and engine.progress.step < config.run.steps
         if was_stopped:
-            line.say(f"stopped after step {saved}, which is saved; the same command goes on from there")
+            line.say(
+                f"stopped after step {saved}, which is saved; the same command goes on from there"
+            )
         return Summary(engine.progress.step, loss, validation, was_stopped)
 
     def _validate(self, line: Line) -> float | None:
@@ -369,7 +372,7 @@ def open_group(config: Config, **where: Any) -> bool:
         os.environ.setdefault("PYCOMM_DETERMINISTIC", "1")
     timeout = timedelta(seconds=config.run.timeout_s)
     if not where and "RANK" not in os.environ:
-        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        where = {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(config.run.backend, timeout=timeout, **where)
     return True
 
@@ -422,4 +425,3 @@ def _communication_time() -> tuple[float, float]:
 
     result: tuple[float, float] = torch_module().communication_time()
     return result
-

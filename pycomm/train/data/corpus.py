@@ -66,7 +66,9 @@ def documents(files: list[Path], text_key: str) -> Iterator[bytes]:
                     text = json.loads(line)[text_key]
                 except (ValueError, KeyError, TypeError) as error:
                     kind = "no such field" if isinstance(error, KeyError | TypeError) else "no JSON"
-                    raise ValueError(f"{path}:{number}: {kind} (data.text_key '{text_key}')") from None
+                    raise ValueError(
+                        f"{path}:{number}: {kind} (data.text_key '{text_key}')"
+                    ) from None
                 yield str(text).encode()
 
 
@@ -114,7 +116,8 @@ def open_corpus(
     needed = 20 * (context + 1)
     if size < needed:
         raise ValueError(
-            f"the text has {size} tokens, training needs at least {needed}; give more with data.path"
+            f"the text has {size} tokens, training needs at least {needed}; "
+            "give more with data.path"
         )
     tokens: Tokens = np.memmap(path, dtype, "r")
     num_validation = max(int(size * config.validation), 2 * (context + 1))

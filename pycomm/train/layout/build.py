@@ -58,7 +58,9 @@ def wrap_user_module(module: nn.Module, config: Config, layout: Layout, meshes: 
     if meshes.data is None:
         return Part(module, module, 0)
     if layout.zero == 0:
-        return Part(DistributedDataParallel(module, process_group=meshes.data.get_group()), module, 0)
+        return Part(
+            DistributedDataParallel(module, process_group=meshes.data.get_group()), module, 0
+        )
     for child in module.modules():
         if isinstance(child, nn.ModuleList | nn.Sequential):
             for layer in child.children():

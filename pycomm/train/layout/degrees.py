@@ -1,4 +1,4 @@
-"""Degrees of parallelism and batch arithmetic, checked against each other before anything starts."""
+"""Degrees of parallelism and batch arithmetic, checked before anything starts."""
 
 from __future__ import annotations
 

@@ -40,10 +40,8 @@ def make_meshes(layout: Layout) -> Meshes:
         names = ("pipeline", "data", "tensor")
         shape = (layout.pipeline, layout.data, layout.tensor)  # type: ignore[assignment]
     whole = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    if layout.expert > 1:
-        data = whole["replica", "expert"]._flatten("data")
-    else:
-        data = whole["data"]
+    is_split = layout.expert > 1
+    data = whole["replica", "expert"]._flatten("data") if is_split else whole["data"]
 
     def of(name: str, degree: int) -> DeviceMesh | None:
         return whole[name] if degree > 1 else None

@@ -67,7 +67,9 @@ def split_block(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> None
 def split_ends(model: Decoder, mesh: DeviceMesh) -> None:
     """With sequence parallel: embedding and output layer see whole sequences."""
     if model.embedding is not None:
-        style = PrepareModuleOutput(output_layouts=(Replicate(),), desired_output_layouts=(Shard(1),))
+        style = PrepareModuleOutput(
+            output_layouts=(Replicate(),), desired_output_layouts=(Shard(1),)
+        )
         parallelize_module(model.embedding, mesh, style)
     if model.norm is not None and model.output is not None:
         parallelize_module(model.norm, mesh, SequenceParallel(), src_data_rank=None)
@@ -75,9 +77,12 @@ def split_ends(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def split_experts(
-    experts: Experts, expert_mesh: DeviceMesh | None, tensor_mesh: DeviceMesh | None, whole: DeviceMesh
+    experts: Experts,
+    expert_mesh: DeviceMesh | None,
+    tensor_mesh: DeviceMesh | None,
+    whole: DeviceMesh,
 ) -> None:
-    """Each rank of `expert_mesh` keeps its share of experts, of `tensor_mesh` its hidden channels."""
+    """A rank of `expert_mesh` keeps its share of experts, of `tensor_mesh` of hidden channels."""
     weights = experts.weights
     assert isinstance(weights, ExpertWeights)
     for name, hidden in (("up", 2), ("gate", 2), ("down", 1)):
@@ -86,7 +91,9 @@ def split_experts(
             continue
         if expert_mesh is not None and tensor_mesh is not None:
             mesh = whole["expert", "tensor"]
-            value = distribute_tensor(parameter, mesh, [Shard(0), Shard(hidden)], src_data_rank=None)
+            value = distribute_tensor(
+                parameter, mesh, [Shard(0), Shard(hidden)], src_data_rank=None
+            )
         elif expert_mesh is not None:
             value = distribute_tensor(parameter, expert_mesh, [Shard(0)], src_data_rank=None)
         elif tensor_mesh is not None:

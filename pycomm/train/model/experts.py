@@ -34,6 +34,11 @@ class Routes:
     dropped: torch.Tensor  # () share of pairs above an expert's capacity
 
 
+def apply(function: Any, *arguments: Any) -> torch.Tensor:
+    """A custom function's value; torch gives it no type."""
+    return cast(torch.Tensor, function.apply(*arguments))
+
+
 class AddLoss(torch.autograd.Function):
     """Passes x on, and adds a loss to whatever loss x ends up in.
 
@@ -148,13 +153,13 @@ class Experts(nn.Module):
         routes, balance = self.route(x_btc)
         self.balance, self.dropped = balance.detach(), routes.dropped
         if self.config.aux_loss and torch.is_grad_enabled():
-            x_btc = AddLoss.apply(x_btc, balance * self.config.aux_loss, self.loss_scale)
+            x_btc = apply(AddLoss, x_btc, balance * self.config.aux_loss, self.loss_scale)
         x = x_btc.reshape(b * t, c)
         if self.tensor_group is not None:
-            x = SumGradients.apply(x, self.tensor_group)
+            x = apply(SumGradients, x, self.tensor_group)
         rows = self._travel(x[routes.token], routes.per_expert)
         if self.tensor_group is not None:
-            rows = SumOutputs.apply(rows, self.tensor_group)
+            rows = apply(SumOutputs, rows, self.tensor_group)
         weighted = rows * routes.weight.unsqueeze(1).to(rows.dtype)
         out = torch.zeros_like(x, dtype=weighted.dtype).index_add(0, routes.token, weighted)
         return out.view(b, t, c)
@@ -202,14 +207,14 @@ class Experts(nn.Module):
         receive = theirs.view(num_ranks, local).sum(1).tolist()
         # The loss is a mean over data ranks. Dense gradients are averaged after backward; those of
         # experts are summed by the exchange itself, so here they are divided.
-        arrived = ScaleGradient.apply(Exchange.apply(rows, send, receive, self.group), num_ranks)
+        arrived = apply(ScaleGradient, apply(Exchange, rows, send, receive, self.group), num_ranks)
         # By (rank, expert) on arrival; by expert for the products.
         expert = torch.arange(local).repeat(num_ranks).repeat_interleave(theirs)
         order = expert.argsort(stable=True)
         counts = theirs.view(num_ranks, local).sum(0).tolist()
-        answers = ScaleGradient.apply(self.weights(arrived[order], counts), 1 / num_ranks)
+        answers = apply(ScaleGradient, self.weights(arrived[order], counts), 1 / num_ranks)
         back = torch.empty_like(answers).index_copy(0, order, answers)
-        return cast(torch.Tensor, Exchange.apply(back, receive, send, self.group))
+        return apply(Exchange, back, receive, send, self.group)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -231,7 +236,7 @@ class ExpertWeights(nn.Module):
         up, down = local(self.up), local(self.down)
         gate = None if self.gate is None else local(self.gate)
         outputs = []
-        for i, x in enumerate(rows.split(counts)):
+        for i, x in enumerate(torch.split(rows, counts)):
             if gate is None:
                 hidden = F.gelu(x @ up[i], approximate="tanh")
             else:

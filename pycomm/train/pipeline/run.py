@@ -113,9 +113,7 @@ class Pipeline:
         return torch.stack(losses).mean() if losses else None
 
     @torch.no_grad()
-    def forward(
-        self, inputs: list[torch.Tensor], take: Callable[[torch.Tensor], object]
-    ) -> None:
+    def forward(self, inputs: list[torch.Tensor], take: Callable[[torch.Tensor], object]) -> None:
         """Forward passes alone; `take` gets each output on the rank that has the last stage."""
         stages = sorted(self._stages)
         actions = [Action("F", s, i) for s in stages for i in range(len(inputs))]

@@ -236,7 +236,9 @@ def choose(name: str, p: int, m: int, v: int, costs: Costs, may_split: bool) -> 
             makers["zero_bubble"] = lambda: zero_bubble(p, m, costs)
     if name != "auto":
         if name not in makers:
-            raise ValueError(f"layout.schedule {name}: not for this layout; {', '.join(makers)} are")
+            raise ValueError(
+                f"layout.schedule {name}: not for this layout; {', '.join(makers)} are"
+            )
         makers = {name: makers[name]}
     made = {}
     for key, make in makers.items():

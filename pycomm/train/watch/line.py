@@ -78,11 +78,13 @@ class Line:
         parts = [f"loss {record.loss:.3f}"]
         if record.validation_loss is not None:
             parts.append(f"validation {record.validation_loss:.3f}")
-        rate = sum(r.tokens_per_s * r.seconds for r in self._window) / (
-            seconds * len(self._window)
-        )
+        rate = sum(r.tokens_per_s * r.seconds for r in self._window) / (seconds * len(self._window))
         parts.append(f"{shorten(rate)} tokens/s")
-        for name, label in (("mfu", "MFU"), ("communication_share", "comm"), ("overlap", "overlap")):
+        for name, label in (
+            ("mfu", "MFU"),
+            ("communication_share", "comm"),
+            ("overlap", "overlap"),
+        ):
             value = self._mean(name)
             if value is not None:
                 parts.append(f"{label} {value:.0%}")

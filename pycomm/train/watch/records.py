@@ -82,7 +82,7 @@ class TensorBoard:
             raise ValueError(
                 "watch.tensorboard needs the package 'tensorboard': pip install 'pycomm[train]'"
             ) from None
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def write(self, record: Record) -> None:
         """Every number under its name."""
