@@ -70,7 +70,7 @@ fi
 # An editable install: Python from this folder, compiled modules in the environment. Built again
 # only when what is compiled has changed.
 stamp=$(cat CMakeLists.txt pyproject.toml $(find csrc backends bench pycomm -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.cmake' | sort) | sha256sum)
-extra=$([ "$target" = install ] && echo "" || echo "[dev]")
+extra=$([ "$target" = install ] && echo "[train]" || echo "[dev]")
 if [ "$(cat "$VENV/pycomm.stamp" 2>/dev/null)" != "$stamp$extra" ]; then
   say "building pycomm"
   "$bin/pip" install -q --disable-pip-version-check -e ".$extra" 2>&1 | grep -v "^WARNING: Location" || true

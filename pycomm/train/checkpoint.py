@@ -10,7 +10,6 @@ a word. Nothing in it is a pickle.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -36,6 +36,18 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8})")
 _PARTIAL = ".partial"
 _FORMAT = 1
+
+
+class _File(BaseModel):
+    bytes: int
+    blake2b: str
+
+
+class _Manifest(BaseModel):
+    format: int
+    step: int
+    state: dict[str, Any]
+    files: dict[str, _File]
 
 
 @dataclass(frozen=True)
@@ -121,8 +133,8 @@ class Checkpoints:
         for path in self._candidates():
             fault = self._agree(self.verify(path, self._rank, self._size))
             if not fault:
-                manifest = json.loads((path / MANIFEST).read_text())
-                return Found(path, int(manifest["step"]), manifest["state"])
+                manifest = _Manifest.model_validate_json((path / MANIFEST).read_bytes())
+                return Found(path, manifest.step, manifest.state)
             if self._rank == 0:
                 self._say(f"skipping checkpoint {path.name}: {fault}")
         return None
@@ -151,19 +163,20 @@ class Checkpoints:
     def verify(self, path: Path, part: int = 0, parts: int = 1) -> str:
         """What is wrong with a checkpoint; empty if nothing is. Looks at every parts-th file."""
         try:
-            manifest = json.loads((path / MANIFEST).read_text())
-            if manifest["format"] != _FORMAT:
-                return f"format {manifest['format']}, this version reads {_FORMAT}"
-            for name, entry in sorted(manifest["files"].items())[part::parts]:
-                file = path / name
-                if not file.is_file():
-                    return f"{name} is missing"
-                if file.stat().st_size != entry["bytes"]:
-                    return f"{name} has {file.stat().st_size} bytes, not {entry['bytes']}"
-                if checksum(file) != entry["blake2b"]:
-                    return f"{name} is damaged"
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            manifest = _Manifest.model_validate_json((path / MANIFEST).read_bytes())
+        except (OSError, ValueError) as error:
             return f"its manifest cannot be read ({type(error).__name__})"
+        if manifest.format != _FORMAT:
+            return f"format {manifest.format}, this version reads {_FORMAT}"
+        for name, entry in sorted(manifest.files.items())[part::parts]:
+            file = path / Path(name).name
+            try:
+                if file.stat().st_size != entry.bytes:
+                    return f"{name} has {file.stat().st_size} bytes, not {entry.bytes}"
+                if checksum(file) != entry.blake2b:
+                    return f"{name} is damaged"
+            except OSError as error:
+                return f"{name}: {error.strerror}"
         return ""
 
     # Writing -------------------------------------------------------------------------------
@@ -206,8 +219,8 @@ class Checkpoints:
         if self._rank == 0:
             try:
                 entries = {name: entry for part in files for name, entry in part.items()}
-                manifest = {"format": _FORMAT, "step": step, "state": state, "files": entries}
-                _commit(partial, manifest)
+                manifest = _Manifest(format=_FORMAT, step=step, state=state, files=entries)
+                _commit(partial, manifest.model_dump_json(indent=1))
                 self._prune()
             except OSError as error:
                 fault = str(error)
@@ -250,10 +263,10 @@ class Checkpoints:
         )
 
 
-def _commit(partial: Path, manifest: dict[str, Any]) -> None:
+def _commit(partial: Path, manifest: str) -> None:
     path = partial / MANIFEST
     with path.open("w") as file:
-        json.dump(manifest, file, indent=1)
+        file.write(manifest)
         file.flush()
         os.fsync(file.fileno())
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))

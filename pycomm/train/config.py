@@ -86,7 +86,7 @@ class DataConfig(Section):
     path: str = Field("", description="File, folder, glob or .jsonl; empty: Python's own source.")
     tokenizer: Literal["byte", "gpt2"] = "byte"
     text_key: str = Field("text", description="The field of a .jsonl line that holds the text.")
-    validation: float = Field(0.05, gt=0, lt=1, description="Share kept aside, from the end.")
+    validation: float = Field(0.05, gt=0, lt=1, description="Share kept aside.")
 
 
 class LayoutConfig(Section):
@@ -119,7 +119,7 @@ class OptimizerConfig(Section):
     """AdamW, SGD or another elementwise optimizer."""
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(2e-3, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0, description="Of matrices; vectors are left alone.")
@@ -152,7 +152,7 @@ class RunConfig(Section):
     """The run itself."""
 
     out: Path = Path("run")
-    steps: int = Field(300, ge=1)
+    steps: int = Field(600, ge=1)
     seed: int = Field(0, ge=0)
     deterministic: bool = Field(False, description="Equal bits on every run and resume.")
     backend: str = Field("pycomm", description="Of torch.distributed.")

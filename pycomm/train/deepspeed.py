@@ -20,7 +20,23 @@ _ZERO_ACCEPTED = (
 ).split()
 _TOP_ACCEPTED = ("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer")
 _FP16 = "enabled loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale".split()
+_ONLY_DEEPSPEED = {
+    "zero_optimization",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "scheduler",
+    "bf16",
+    "bfloat16",
+    "fp16",
+}
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+def is_deepspeed(values: dict[str, Any]) -> bool:
+    """Whether a file has a key that only DeepSpeed has; both have an `optimizer`."""
+    optimizer = values.get("optimizer")
+    is_typed = isinstance(optimizer, dict) and "type" in optimizer
+    return is_typed or any(k in _ONLY_DEEPSPEED or k.startswith("train_") for k in values)
 
 
 class _Table:

@@ -164,13 +164,19 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, source: Source, num_samples: int) -> float:
-        """Mean loss on the first samples of a source, in its own order; collective."""
+        """Mean loss on samples spread evenly over a source; collective.
+
+        Raises:
+            ValueError: the source has fewer samples than one pass needs.
+        """
         per_pass = self.layout.data * self.layout.micro
         passes = max(1, min(num_samples, len(source)) // per_pass)
+        count = passes * per_pass
         if len(source) < per_pass:
             raise ValueError(f"validation has {len(source)} sequences, a pass needs {per_pass}")
         rank = self.meshes.rank_in("data")
-        samples = np.arange(passes * per_pass).reshape(passes, self.layout.data, -1)[:, rank]
+        spread = np.arange(count) * len(source) // count
+        samples = spread.reshape(passes, self.layout.data, -1)[:, rank]
         batches = [source.batch(row) for row in samples]
         losses: list[torch.Tensor] = []
         with self._evaluating():

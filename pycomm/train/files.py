@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.train.config import Config, make_config
-from pycomm.train.deepspeed import from_deepspeed
+from pycomm.train.deepspeed import from_deepspeed, is_deepspeed
 
 
 def load_config(path: Path | None, overrides: tuple[str, ...] = ()) -> Config:
     """Reads a file and applies `section.key=value` overrides.
 
     Args:
-        path: .toml, .yaml, .yml or .json; a .json is DeepSpeed's if it has none of our sections.
+        path: .toml, .yaml, .yml or .json; a .json is DeepSpeed's if it has a key that only DeepSpeed has.
             None stands for the defaults.
         overrides: values are read as TOML; what is none is taken as text.
 
@@ -38,7 +38,7 @@ def read_values(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a table is wanted at the top, not a {type(values).__name__}")
-    if path.suffix == ".json" and not set(values) & set(Config.model_fields):
+    if path.suffix == ".json" and is_deepspeed(values):
         return from_deepspeed(values, str(path))
     return values
 

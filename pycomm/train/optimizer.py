@@ -57,6 +57,7 @@ class Optimizer:
     held: list[Held]
     inner: torch.optim.Optimizer
     pipeline_group: dist.ProcessGroup | None = None
+    steps_done: int = 0  # that were not skipped
 
     def step(self, lr: float, loss_scale: float) -> StepResult:
         """Clips and steps; skips the step, on all ranks alike, where the gradient is not finite."""
@@ -76,6 +77,7 @@ class Optimizer:
         for group in self.inner.param_groups:
             group["lr"] = lr
         self.inner.step()
+        self.steps_done += 1
         self.zero_grad()
         return StepResult(norm, False)
 
@@ -129,6 +131,7 @@ class Optimizer:
 
     def make_state(self, steps_done: int) -> None:
         """Allocates the state as after `steps_done` steps, for a checkpoint to be read into."""
+        self.steps_done = steps_done
         keys = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq")}
         momentum = ("momentum_buffer",) if self.config.momentum and steps_done else ()
         for h in self.held:
@@ -138,14 +141,6 @@ class Optimizer:
             if self.config.name != "sgd":
                 state["step"] = torch.tensor(float(steps_done))
             self.inner.state[h.local] = state
-
-    @property
-    def steps_done(self) -> int:
-        """Steps that were not skipped."""
-        for state in self.inner.state.values():
-            if "step" in state:
-                return int(state["step"])
-        return 0
 
 
 def _local_grad(parameter: nn.Parameter) -> torch.Tensor | None:

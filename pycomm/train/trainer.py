@@ -319,7 +319,7 @@ class Trainer:
     def _show_sample(self, out: Path) -> None:
         if self.corpus is None or not self.config.watch.sample_tokens:
             return
-        prompt = [int(t) for t in self.corpus.validation[: min(16, self.config.model.context)]]
+        prompt = [int(t) for t in self.corpus.validation[0][: min(16, self.config.model.context)]]
         tokens = generate(self.engine, prompt, self.config.watch.sample_tokens)
         if self._rank == 0:
             text = self.corpus.tokenizer.decode(prompt + tokens)

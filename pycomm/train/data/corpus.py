@@ -14,6 +14,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from pycomm.train.config import DataConfig
 from pycomm.train.data.tokens import Tokenizer, get_tokenizer
 
 _FORMAT = 1
+_STRETCHES_MAX = 16
+_STRETCH_TOKENS_MIN = 1 << 16
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
@@ -74,22 +77,29 @@ def documents(files: list[Path], text_key: str) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens for training and, from the end, tokens kept aside for validation."""
+    """Tokens for training, and tokens kept aside for validation: the last share of each of a few
+    equal stretches, so that both are from everywhere in the text."""
 
     tokens: Tokens
-    num_validation: int
+    validation_share: float
     tokenizer: Tokenizer
     digest: str
 
     @property
-    def training(self) -> Tokens:
-        """Everything before what is kept aside."""
-        return self.tokens[: len(self.tokens) - self.num_validation]
+    def training(self) -> list[Tokens]:
+        """What training sees."""
+        return [stretch[:-kept] for stretch, kept in self._stretches()]
 
     @property
-    def validation(self) -> Tokens:
+    def validation(self) -> list[Tokens]:
         """What no training step sees."""
-        return self.tokens[len(self.tokens) - self.num_validation :]
+        return [stretch[-kept:] for stretch, kept in self._stretches()]
+
+    def _stretches(self) -> list[tuple[Tokens, int]]:
+        count = max(1, min(_STRETCHES_MAX, len(self.tokens) // _STRETCH_TOKENS_MIN))
+        bounds = [len(self.tokens) * i // count for i in range(count + 1)]
+        stretches = [self.tokens[a:b] for a, b in pairwise(bounds)]
+        return [(s, max(1, int(len(s) * self.validation_share))) for s in stretches]
 
 
 def open_corpus(
@@ -120,8 +130,7 @@ def open_corpus(
             "give more with data.path"
         )
     tokens: Tokens = np.memmap(path, dtype, "r")
-    num_validation = max(int(size * config.validation), 2 * (context + 1))
-    return Corpus(tokens, num_validation, tokenizer, digest)
+    return Corpus(tokens, config.validation, tokenizer, digest)
 
 
 def _digest(files: list[Path], config: DataConfig, tokenizer: Tokenizer) -> str:
@@ -158,13 +167,16 @@ def _write(
         raise
 
 
-def bigram_loss(training: Tokens, validation: Tokens, vocab_size: int) -> float:
+def bigram_loss(training: list[Tokens], validation: list[Tokens], vocab_size: int) -> float:
     """Nats per token on `validation` of a bigram model counted on `training`, with 0.1 added to
     each count: the loss of knowing nothing but the token before. Only for small vocabularies."""
 
     def pairs(tokens: Tokens) -> npt.NDArray[np.int64]:
         return tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
 
-    counts = np.bincount(pairs(training), minlength=vocab_size**2).reshape(vocab_size, -1) + 0.1
-    log_p = np.log(counts / counts.sum(1, keepdims=True)).ravel()
-    return float(-log_p[pairs(validation)].mean())
+    counts = np.full(vocab_size**2, 0.1)
+    for tokens in training:
+        counts += np.bincount(pairs(tokens), minlength=vocab_size**2)
+    by_first = counts.reshape(vocab_size, -1)
+    log_p = np.log(by_first / by_first.sum(1, keepdims=True)).ravel()
+    return float(-np.concatenate([log_p[pairs(tokens)] for tokens in validation]).mean())

@@ -24,21 +24,26 @@ class Source(Protocol):
 
 
 class Sequences:
-    """Non-overlapping sequences of a corpus; the target of a token is the next one."""
+    """Non-overlapping sequences of some stretches of tokens; the target of a token is the next."""
 
-    def __init__(self, tokens: Tokens, context: int) -> None:
-        self._tokens, self._context = tokens, context
-        self._num = (len(tokens) - 1) // context
+    def __init__(self, stretches: list[Tokens], context: int) -> None:
+        self._stretches, self._context = stretches, context
+        counts = [max(0, len(tokens) - 1) // context for tokens in stretches]
+        self._ends = np.cumsum(counts)
 
     def __len__(self) -> int:
-        return self._num
+        return int(self._ends[-1])
 
     def batch(self, samples: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Shape: (B,) to (B, T) int64 each."""
-        t = self._context
-        rows = [self._tokens[s * t : s * t + t + 1] for s in samples.tolist()]
-        windows = torch.from_numpy(np.stack(rows).astype(np.int64))
+        windows = torch.from_numpy(np.stack([self._row(s) for s in samples]).astype(np.int64))
         return windows[:, :-1], windows[:, 1:]
+
+    def _row(self, sample: np.int64) -> Tokens:
+        stretch = int(np.searchsorted(self._ends, sample, side="right"))
+        first = int(self._ends[stretch - 1]) if stretch else 0
+        start = (int(sample) - first) * self._context
+        return self._stretches[stretch][start : start + self._context + 1]
 
 
 class UserData:

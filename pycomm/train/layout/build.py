@@ -61,13 +61,22 @@ def wrap_user_module(module: nn.Module, config: Config, layout: Layout, meshes: 
         return Part(
             DistributedDataParallel(module, process_group=meshes.data.get_group()), module, 0
         )
-    for child in module.modules():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            for layer in child.children():
-                if any(p.requires_grad for p in layer.parameters()):
-                    _shard(layer, config, layout, meshes)
+    for layer in _layers_of(module):
+        _shard(layer, config, layout, meshes)
     _shard(module, config, layout, meshes)
     return Part(module, module, 0)
+
+
+def _layers_of(module: nn.Module) -> list[nn.Module]:
+    """The members of the outermost lists and sequences that have parameters."""
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    result = []
+    for child in module.children():
+        if not is_list:
+            result += _layers_of(child)
+        elif any(p.requires_grad for p in child.parameters()):
+            result.append(child)
+    return result
 
 
 def _build(config: Config, layout: Layout, meshes: Meshes, stage: int) -> Part:
