@@ -288,6 +288,24 @@ def train(
 @main.command(
     epilog="""\b
 Examples:
+  pycomm export run weights        then: AutoModelForCausalLM.from_pretrained("weights")"""
+)
+@click.argument("run_folder", metavar="RUN", type=click.Path(exists=True, path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path))
+def export(run_folder: Path, folder: Path) -> None:
+    """Writes a run's newest checkpoint as Hugging Face safetensors (gpt2, llama or mixtral)."""
+    from pycomm.train.export import export as export_run
+
+    try:
+        step = export_run(run_folder, folder)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"step {step} is in {folder}")
+
+
+@main.command(
+    epilog="""\b
+Examples:
   pycomm report run                the page run/report.html
   pycomm report run -o page.html"""
 )

@@ -72,8 +72,50 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
+def verify(path: Path, part: int = 0, parts: int = 1) -> str:
+    """What is wrong with a checkpoint; empty if nothing is. Looks at every parts-th file."""
+    try:
+        manifest = _Manifest.model_validate_json((path / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        return f"its manifest cannot be read ({type(error).__name__})"
+    if manifest.format != _FORMAT:
+        return f"format {manifest.format}, this version reads {_FORMAT}"
+    for name, entry in sorted(manifest.files.items())[part::parts]:
+        file = path / Path(name).name
+        try:
+            if file.stat().st_size != entry.bytes:
+                return f"{name} has {file.stat().st_size} bytes, not {entry.bytes}"
+            if checksum(file) != entry.blake2b:
+                return f"{name} is damaged"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    return ""
+
+
+def _names(folder: Path) -> list[str]:
+    """Of whole checkpoints, newest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((p.name for p in folder.iterdir() if _NAME.fullmatch(p.name)), reverse=True)
+
+
+def _open(path: Path) -> Found:
+    manifest = _Manifest.model_validate_json((path / MANIFEST).read_bytes())
+    return Found(path, manifest.step, manifest.state)
+
+
+def newest_alone(folder: Path) -> Found | None:
+    """The newest whole checkpoint, for one process without a group."""
+    return next((_open(folder / n) for n in _names(folder) if not verify(folder / n)), None)
+
+
+def load_alone(found: Found, tensors: dict[str, torch.Tensor]) -> None:
+    """Reads a checkpoint's values into whole tensors, without a group."""
+    dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(found.path)), no_dist=True)
+
+
 class Checkpoints:
-    """The checkpoints of one run. All methods but `verify` are collective.
+    """The checkpoints of one run. All methods are collective.
 
     Args:
         folder: on storage that all ranks see.
@@ -131,10 +173,9 @@ class Checkpoints:
     def newest(self) -> Found | None:
         """The newest checkpoint whose files are all as they were written."""
         for path in self._candidates():
-            fault = self._agree(self.verify(path, self._rank, self._size))
+            fault = self._agree(verify(path, self._rank, self._size))
             if not fault:
-                manifest = _Manifest.model_validate_json((path / MANIFEST).read_bytes())
-                return Found(path, manifest.step, manifest.state)
+                return _open(path)
             if self._rank == 0:
                 self._say(f"skipping checkpoint {path.name}: {fault}")
         return None
@@ -159,25 +200,6 @@ class Checkpoints:
             storage_reader=HuggingFaceStorageReader(str(found.path)),
             process_group=self._group,
         )
-
-    def verify(self, path: Path, part: int = 0, parts: int = 1) -> str:
-        """What is wrong with a checkpoint; empty if nothing is. Looks at every parts-th file."""
-        try:
-            manifest = _Manifest.model_validate_json((path / MANIFEST).read_bytes())
-        except (OSError, ValueError) as error:
-            return f"its manifest cannot be read ({type(error).__name__})"
-        if manifest.format != _FORMAT:
-            return f"format {manifest.format}, this version reads {_FORMAT}"
-        for name, entry in sorted(manifest.files.items())[part::parts]:
-            file = path / Path(name).name
-            try:
-                if file.stat().st_size != entry.bytes:
-                    return f"{name} has {file.stat().st_size} bytes, not {entry.bytes}"
-                if checksum(file) != entry.blake2b:
-                    return f"{name} is damaged"
-            except OSError as error:
-                return f"{name}: {error.strerror}"
-        return ""
 
     # Writing -------------------------------------------------------------------------------
 
@@ -232,8 +254,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Keeps the newest few; what was begun and never finished goes too."""
-        names = sorted(p.name for p in self._folder.iterdir() if _NAME.fullmatch(p.name))
-        for name in names[: -self._keep]:
+        for name in _names(self._folder)[self._keep :]:
             shutil.rmtree(self._folder / name, ignore_errors=True)
         for path in self._folder.glob(f"step-*{_PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
@@ -245,10 +266,7 @@ class Checkpoints:
 
     def _candidates(self) -> list[Path]:
         """Newest first, as rank 0 sees them."""
-        names: list[Any] = [None]
-        if self._rank == 0 and self._folder.is_dir():
-            found = (p.name for p in self._folder.iterdir() if _NAME.fullmatch(p.name))
-            names[0] = sorted(found, reverse=True)
+        names: list[Any] = [_names(self._folder) if self._rank == 0 else None]
         dist.broadcast_object_list(
             names, src=dist.get_global_rank(self._group, 0), group=self._group
         )

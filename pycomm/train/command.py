@@ -12,6 +12,7 @@ import click
 import torch.distributed as dist
 
 from pycomm.launch import Place, run_ranks
+from pycomm.train.complete import complete
 from pycomm.train.config import Config
 from pycomm.train.data.corpus import open_corpus
 from pycomm.train.layout.build import DTYPES
@@ -22,7 +23,7 @@ from pycomm.train.predict import (
     measure_matmul_flops,
     predict,
 )
-from pycomm.train.trainer import Trainer, open_group, with_vocabulary
+from pycomm.train.trainer import Trainer, open_group
 from pycomm.train.watch.line import shorten
 
 USAGE = 2  # exit status: trying again cannot help
@@ -71,7 +72,7 @@ def _prepare(config: Config) -> Config:
             bar.update(task, completed=done)
 
         corpus = open_corpus(config.data, config.model.context, show)
-    return with_vocabulary(config, corpus.tokenizer.vocab_size)
+    return complete(config, corpus.tokenizer.vocab_size)
 
 
 def _train_rank(config: Config, place: Place) -> int:

@@ -28,6 +28,7 @@ from pycomm.train.config import Config
 from pycomm.train.data.corpus import Corpus, bigram_loss, open_corpus
 from pycomm.train.data.source import Sequences, Source, UserData
 from pycomm.train.engine import Engine, Loss, Progress, StepStats
+from pycomm.train.complete import complete
 from pycomm.train.layout.build import DTYPES, wrap_user_module
 from pycomm.train.layout.degrees import resolve
 from pycomm.train.layout.mesh import make_meshes
@@ -48,19 +49,6 @@ class Summary:
     loss: float
     validation_loss: float | None
     was_stopped: bool  # by a signal; run it again to go on
-
-
-def with_vocabulary(config: Config, vocab_size: int) -> Config:
-    """The configuration with the tokenizer's vocabulary where none was given."""
-    if config.model.vocab_size:
-        if config.model.vocab_size < vocab_size:
-            raise ValueError(
-                f"model.vocab_size {config.model.vocab_size} is less than the tokenizer's "
-                f"{vocab_size}"
-            )
-        return config
-    model = config.model.model_copy(update={"vocab_size": vocab_size})
-    return config.model_copy(update={"model": model})
 
 
 class Trainer:
@@ -93,7 +81,7 @@ class Trainer:
         source: Source
         if dataset is None:
             self.corpus = _open_corpus_once(config)
-            config = with_vocabulary(config, self.corpus.tokenizer.vocab_size)
+            config = complete(config, self.corpus.tokenizer.vocab_size)
             source = Sequences(self.corpus.training, config.model.context)
         else:
             source = UserData(dataset)

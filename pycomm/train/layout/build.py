@@ -3,7 +3,9 @@ ever holds more than one whole layer beside its own share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,8 +18,9 @@ from pycomm.train.config import Config
 from pycomm.train.layout.degrees import Layout
 from pycomm.train.layout.mesh import Meshes
 from pycomm.train.layout.tensor import split_block, split_ends, split_experts
-from pycomm.train.model.decoder import Decoder, initial_value
+from pycomm.train.model.decoder import Decoder, initial_value, name_in_whole, rotary_tables
 from pycomm.train.model.experts import Experts
+from pycomm.train.model.hugging_face import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,6 +46,22 @@ class Part:
             self.module.set_reshard_after_backward(is_last or zero == 3)
         elif isinstance(self.module, DistributedDataParallel):
             self.module.require_backward_grad_sync = is_last
+
+
+ValueOf = Callable[[str, torch.Size], torch.Tensor]
+
+
+def initial_values(config: Config) -> ValueOf:
+    """What parameters start from, by name and shape: drawn from the seed, or read.
+
+    Raises:
+        ValueError: model.weights names no weights that fit.
+    """
+    model = config.model
+    if not model.weights:
+        return lambda name, shape: initial_value(model, name, shape, config.run.seed)
+    weights = Weights(Path(model.weights).expanduser(), model)
+    return lambda name, shape: weights(name_in_whole(model, name), shape)
 
 
 def build_parts(config: Config, layout: Layout, meshes: Meshes) -> list[Part]:
@@ -81,6 +100,7 @@ def _layers_of(module: nn.Module) -> list[nn.Module]:
 
 def _build(config: Config, layout: Layout, meshes: Meshes, stage: int) -> Part:
     layers = layout.layers_of_stage(stage, config.model.layers)
+    value_of = initial_values(config)
     with torch.device("meta"):
         model = Decoder(config.model, layers)
     is_wrapped = meshes.data is not None and layout.data * max(layout.zero, 1) > 1
@@ -89,7 +109,7 @@ def _build(config: Config, layout: Layout, meshes: Meshes, stage: int) -> Part:
     wraps = is_wrapped and not is_ddp
     ignored: set[nn.Parameter] = set()
     for i, block in model.blocks.items():
-        _materialise(model, block, f"blocks.{i}.", config)
+        _materialise(model, block, f"blocks.{i}.", value_of)
         if meshes.tensor is not None:
             split_block(cast(Any, block), meshes.tensor, layout.sequence_parallel)
         if isinstance(block.ffn, Experts):
@@ -101,7 +121,7 @@ def _build(config: Config, layout: Layout, meshes: Meshes, stage: int) -> Part:
                     ignored |= set(block.ffn.weights.parameters())
         if wraps:
             _wrap(block, config, layout, meshes, meshes.data, ignored)
-    _materialise(model, model, "", config)
+    _materialise(model, model, "", value_of)
     if meshes.tensor is not None and layout.sequence_parallel:
         split_ends(model, meshes.tensor)
     if wraps:
@@ -115,7 +135,7 @@ def _build(config: Config, layout: Layout, meshes: Meshes, stage: int) -> Part:
     return Part(model, model, stage)
 
 
-def _materialise(model: Decoder, module: nn.Module, prefix: str, config: Config) -> None:
+def _materialise(model: Decoder, module: nn.Module, prefix: str, value_of: ValueOf) -> None:
     """Gives every parameter below `module` that has no memory yet its initial value."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones once
     for path, child in module.named_modules():
@@ -124,12 +144,9 @@ def _materialise(model: Decoder, module: nn.Module, prefix: str, config: Config)
                 continue
             if parameter not in made:
                 full = prefix + (f"{path}.{name}" if path else name)
-                value = initial_value(config.model, full, parameter.shape, config.run.seed)
-                made[parameter] = nn.Parameter(value)
+                made[parameter] = nn.Parameter(value_of(full, parameter.shape))
             setattr(child, name, made[parameter])
         if "cos" in child._buffers and child.get_buffer("cos").is_meta:
-            from pycomm.train.model.decoder import rotary_tables
-
             child._buffers["cos"], child._buffers["sin"] = rotary_tables(model.config)
 
 
