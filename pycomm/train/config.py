@@ -99,7 +99,12 @@ class LayoutConfig(Section):
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="1: optimizer sharded; 2: gradients too; 3: parameters too."
     )
-    offload: bool = Field(False, description="Optimizer state in host memory, updated in chunks.")
+    offload: bool = Field(
+        False, description="With ZeRO: update layers in chunks, beside the backward pass."
+    )
+    overlap: Literal["auto", "on", "off"] = Field(
+        "auto", description="ZeRO's messages beside compute; auto: between hosts."
+    )
     sequence_parallel: bool = Field(
         False, description="Between tensor-parallel layers, shard the sequence."
     )

@@ -24,7 +24,8 @@ from pycomm.train.layout.mesh import Meshes, group_of
 from pycomm.train.layout.tensor import local_tensor
 from pycomm.train.model.decoder import Decoder, name_in_whole, next_token_loss
 from pycomm.train.model.experts import Experts
-from pycomm.train.optimizer import Optimizer, like, lr_at, make_optimizer
+from pycomm.train.offload import BackwardOptimizer
+from pycomm.train.optimizer import Optimizer, StepResult, like, lr_at, make_optimizer
 from pycomm.train.pipeline.links import Links
 from pycomm.train.pipeline.run import Pipeline, Span
 from pycomm.train.pipeline.schedule import Choice
@@ -85,6 +86,7 @@ class Engine:
         self._experts = [m for p in self.parts for m in p.plain.modules() if isinstance(m, Experts)]
         self._tied_group = self._make_tied_group()
         self.optimizer = self._make_optimizer()
+        self._in_backward = self._make_backward_optimizer()
         self.pipeline = self._make_pipeline(choice) if meshes.pipeline is not None else None
 
     # What the parts are called -------------------------------------------------------------
@@ -131,15 +133,15 @@ class Engine:
         for experts in self._experts:
             experts.loss_scale = scale
         self._mark("data", start)
+        lr = lr_at(self.config.optimizer, step, self.config.run.steps)
         if self.pipeline is not None:
             loss = self.pipeline.step(inputs, targets, scale, self._autocast)
             self.spans += self.pipeline.spans
         else:
-            loss = self._passes(inputs, targets, scale)
+            loss = self._passes(inputs, targets, scale, lr)
         before_update = time.perf_counter()
         self._reduce_tied()
-        lr = lr_at(self.config.optimizer, step, self.config.run.steps)
-        done = self.optimizer.step(lr, self.scale.value)
+        done = self._update(lr)
         self.scale.update(done.is_skipped)
         self._mark("update", before_update)
         loss_value, balance, dropped, stops = self._agree(loss, stop)
@@ -228,7 +230,17 @@ class Engine:
         self.progress = progress
         self.scale.value, self.scale.good_steps = progress.loss_scale, progress.good_steps
 
-    def _passes(self, inputs: list[Any], targets: list[Any], scale: float) -> torch.Tensor:
+    def _update(self, lr: float) -> StepResult:
+        if self._in_backward is not None:
+            return self._in_backward.finish()
+        for part in self.parts:
+            if part.reductions is not None:
+                part.reductions.wait()
+        return self.optimizer.step(lr, self.scale.value)
+
+    def _passes(
+        self, inputs: list[Any], targets: list[Any], scale: float, lr: float
+    ) -> torch.Tensor:
         part = self.parts[0]
         losses = []
         for i, (x, y) in enumerate(zip(inputs, targets, strict=True)):
@@ -238,6 +250,8 @@ class Engine:
                 loss = self._loss(part.module(x), y)
             losses.append(loss.detach())
             self._mark("F", start, i)
+            if self._in_backward is not None and i == len(inputs) - 1:
+                self._in_backward.begin(lr)
             start = time.perf_counter()
             torch.autograd.backward(loss * scale)
             self._mark("B", start, i)
@@ -292,6 +306,13 @@ class Engine:
     def _make_optimizer(self) -> Optimizer:
         group = group_of(self.meshes.pipeline)
         return make_optimizer(self.config.optimizer, self.named_parameters(), group)
+
+    def _make_backward_optimizer(self) -> BackwardOptimizer | None:
+        """Where the norm of the whole gradient is not needed before the first update."""
+        if not self.config.layout.offload or self.config.optimizer.clip:
+            return None
+        reductions = self.parts[0].reductions
+        return BackwardOptimizer(self.optimizer, reductions.take if reductions else list)
 
     def _make_pipeline(self, choice: Choice | None) -> Pipeline:
         assert choice is not None and self.meshes.pipeline is not None

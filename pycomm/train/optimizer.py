@@ -40,6 +40,42 @@ class Held:
     local: nn.Parameter
     is_counted: bool  # False for the second copy of tied weights
 
+    def __post_init__(self) -> None:
+        """Along which dimensions of the mesh it is sharded, and the groups of those."""
+        self.sharding: tuple[str, ...] = ()
+        self.groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(self.parameter, DTensor):
+            mesh, placements = self.parameter.device_mesh, self.parameter.placements
+            names = mesh.mesh_dim_names or ()
+            dims = [i for i, p in enumerate(placements) if not p.is_replicate()]
+            self.sharding = tuple(names[i] for i in dims)
+            self.groups = tuple(mesh.get_group(i) for i in dims)
+
+
+class Squares:
+    """Sums of squares of gradients, by how they are sharded."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[str, ...], torch.Tensor] = {}
+        self._open: dict[tuple[str, ...], list[torch.Tensor]] = {}
+
+    def count(self, held: Held, grad: torch.Tensor | None) -> None:
+        """Takes a gradient in; it is read when the sums are settled."""
+        if held.is_counted and grad is not None and grad.numel():
+            self._open.setdefault(held.sharding, []).append(grad)
+
+    def settle(self) -> None:
+        """Reads what was counted."""
+        for sharding, grads in self._open.items():
+            square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+            self.sums[sharding] = self.sums.get(sharding, torch.zeros_like(square)) + square
+        self._open.clear()
+
+    def add(self, other: Squares) -> None:
+        """Adds settled sums."""
+        for sharding, square in other.sums.items():
+            self.sums[sharding] = self.sums.get(sharding, torch.zeros_like(square)) + square
+
 
 @dataclass
 class StepResult:
@@ -59,12 +95,19 @@ class Optimizer:
     pipeline_group: dist.ProcessGroup | None = None
     steps_done: int = 0  # that were not skipped
 
+    def __post_init__(self) -> None:
+        # The same on all ranks of every group that is in it, in the same order.
+        self._shardings = sorted({h.sharding: h.groups for h in self.held}.items(), key=_first)
+
     def step(self, lr: float, loss_scale: float) -> StepResult:
         """Clips and steps; skips the step, on all ranks alike, where the gradient is not finite."""
         held = [h for h in self.held if h.parameter.grad is not None]
         for h in held:
             h.local.grad = _local_grad(h.parameter)
-        norm = math.sqrt(self._squares(held)) / loss_scale
+        squares = Squares()
+        for h in held:
+            squares.count(h, h.local.grad)
+        norm = math.sqrt(self._sum(squares)) / loss_scale
         if not math.isfinite(norm):
             self.zero_grad()
             return StepResult(norm, True)
@@ -74,11 +117,33 @@ class Optimizer:
         grads = [h.local.grad for h in held if h.local.grad is not None]
         if factor != 1:
             torch._foreach_mul_(grads, factor)
-        for group in self.inner.param_groups:
-            group["lr"] = lr
+        self.set_lr(lr)
         self.inner.step()
         self.steps_done += 1
         self.zero_grad()
+        return StepResult(norm, False)
+
+    def set_lr(self, lr: float) -> None:
+        """Of the next step."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+
+    def step_chunk(self, chunk: list[tuple[Held, torch.Tensor]]) -> Squares:
+        """Steps some parameters with their final gradients; unclipped. Thread: any, one at a time."""
+        squares = Squares()
+        for held, grad in chunk:
+            squares.count(held, grad)
+            held.local.grad = grad
+        squares.settle()
+        self.inner.step()
+        for held, _ in chunk:
+            held.local.grad = None
+        return squares
+
+    def finish_chunks(self, squares: Squares) -> StepResult:
+        """The end of a step whose parameters were all stepped in chunks."""
+        norm = math.sqrt(self._sum(squares))
+        self.steps_done += 1
         return StepResult(norm, False)
 
     def zero_grad(self) -> None:
@@ -87,34 +152,15 @@ class Optimizer:
             h.local.grad = None
             h.parameter.grad = None
 
-    def _squares(self, held: list[Held]) -> float:
-        """The sum of squares of the whole gradient, over all ranks.
-
-        A shard counts once: sums go over the dimensions along which a gradient is sharded, and over
-        the pipeline; along the others every rank has the same.
-        """
-        sums: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        groups: dict[str, dist.ProcessGroup] = {}
-        for h in held:
-            if not h.is_counted or h.local.grad is None:
-                continue
-            names = []
-            if isinstance(h.parameter, DTensor):
-                mesh = h.parameter.device_mesh
-                mesh_names = mesh.mesh_dim_names or ()
-                for i, placement in enumerate(h.parameter.placements):
-                    if not placement.is_replicate():  # Shard, or a shard of a shard
-                        names.append(mesh_names[i])
-                        groups[mesh_names[i]] = mesh.get_group(i)
-            sums.setdefault(tuple(names), []).append(h.local.grad)
+    def _sum(self, squares: Squares) -> float:
+        """Over all ranks. A shard counts once: sums go over the dimensions along which a gradient
+        is sharded, and over the pipeline; along the others every rank has the same."""
+        squares.settle()
         total = torch.zeros((), dtype=torch.float64)
-        for sharded in sorted(sums):
-            grads = [g for g in sums[sharded] if g.numel()]
-            square = torch.zeros((), dtype=torch.float64)
-            if grads:
-                square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
-            for name in sharded:
-                dist.all_reduce(square, group=groups[name])
+        for sharded, groups in self._shardings:
+            square = squares.sums.get(sharded, torch.zeros((), dtype=torch.float64)).clone()
+            for group in groups:
+                dist.all_reduce(square, group=group)
             total += square
         if self.pipeline_group is not None:
             dist.all_reduce(total, group=self.pipeline_group)
@@ -141,6 +187,10 @@ class Optimizer:
             if self.config.name != "sgd":
                 state["step"] = torch.tensor(float(steps_done))
             self.inner.state[h.local] = state
+
+
+def _first(item: tuple[tuple[str, ...], object]) -> tuple[str, ...]:
+    return item[0]
 
 
 def _local_grad(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -36,7 +36,8 @@ from tests.train.runs import (
     train,
 )
 
-IN_PARTS = {"batch": {"size": 16, "micro": 2}}
+UNCLIPPED = SGD | {"clip": 0.0, "lr": 0.1}
+IN_PARTS: dict[str, Any] = {"batch": {"size": 16, "micro": 2}}
 # name: ranks, layout, model, other sections
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "data": (2, {}, GPT, {}),
@@ -46,6 +47,35 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "zero3": (4, {"zero": 3}, LLAMA, {}),
     "zero3_accumulation": (2, {"zero": 3}, GPT, IN_PARTS),
     "zero3_adam": (4, {"zero": 3}, GPT, {"optimizer": ADAM}),
+    "zero1_in_flight": (2, {"zero": 1, "overlap": "on"}, GPT, IN_PARTS),
+    "zero2_in_flight": (2, {"zero": 2, "overlap": "on"}, GPT, IN_PARTS),
+    "zero3_in_flight": (4, {"zero": 3, "overlap": "on"}, LLAMA, {}),
+    "zero3_offload": (2, {"zero": 3, "offload": True}, GPT, {"optimizer": UNCLIPPED}),
+    "zero3_offload_in_flight": (
+        2,
+        {"zero": 3, "offload": True, "overlap": "on"},
+        LLAMA,
+        {"optimizer": UNCLIPPED},
+    ),
+    "zero2_offload_parts": (
+        2,
+        {"zero": 2, "offload": True, "overlap": "on"},
+        GPT,
+        {"optimizer": UNCLIPPED, **IN_PARTS},
+    ),
+    "zero1_offload_tensor": (
+        4,
+        {"zero": 1, "offload": True, "tensor": 2},
+        GPT,
+        {"optimizer": UNCLIPPED},
+    ),
+    "zero3_offload_clipped": (2, {"zero": 3, "offload": True}, GPT, {}),
+    "expert_offload": (
+        4,
+        {"zero": 3, "expert": 4, "offload": True, "overlap": "on"},
+        EXPERTS,
+        {"optimizer": UNCLIPPED},
+    ),
     "tensor": (2, {"tensor": 2}, GPT, {}),
     "tensor4": (4, {"tensor": 4}, GPT, {}),
     "tensor_llama": (2, {"tensor": 2}, LLAMA, {}),

@@ -3,7 +3,8 @@ ever holds more than one whole layer beside its own share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm.train.config import Config
 from pycomm.train.layout.degrees import Layout
 from pycomm.train.layout.mesh import Meshes
+from pycomm.train.layout.overlap import ReductionsInFlight, put_in_flight
 from pycomm.train.layout.tensor import split_block, split_ends, split_experts
 from pycomm.train.model.decoder import Decoder, initial_value, name_in_whole, rotary_tables
 from pycomm.train.model.experts import Experts
@@ -36,12 +38,16 @@ class Part:
     module: nn.Module
     plain: nn.Module
     stage: int
+    reductions: ReductionsInFlight | None = None
+    has_one_pass: bool = True  # a step reduces each gradient once
 
     def set_last_pass(self, is_last: bool, zero: int) -> None:
         """Before a backward: gradients are reduced in the last pass of a step, with ZeRO-2 and 3 in
         every pass, so that no rank keeps whole ones."""
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(is_last or zero >= 2)
+            if self.reductions is not None and zero >= 2:
+                self.reductions.is_deferred = self.has_one_pass
             self.module.set_is_last_backward(is_last)
             self.module.set_reshard_after_backward(is_last or zero == 3)
         elif isinstance(self.module, DistributedDataParallel):
@@ -83,7 +89,20 @@ def wrap_user_module(module: nn.Module, config: Config, layout: Layout, meshes: 
     for layer in _layers_of(module):
         _shard(layer, config, layout, meshes)
     _shard(module, config, layout, meshes)
-    return Part(module, module, 0)
+    return _finish_part(module, _layers_of(module), config, layout, 0)
+
+
+def _finish_part(
+    module: nn.Module, layers: Iterable[nn.Module], config: Config, layout: Layout, stage: int
+) -> Part:
+    wanted = config.layout.overlap
+    spans_hosts = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)) < layout.world_size
+    is_wanted = wanted == "on" or (wanted == "auto" and spans_hosts)
+    is_sharded = isinstance(module, FSDPModule) and layout.zero > 0
+    if not (is_wanted and is_sharded and layout.pipeline == 1):
+        return Part(module, module, stage)
+    reductions = put_in_flight(cast(FSDPModule, module), list(layers))
+    return Part(module, module, stage, reductions, has_one_pass=layout.passes == 1)
 
 
 def _layers_of(module: nn.Module) -> list[nn.Module]:
@@ -132,7 +151,7 @@ def _build(config: Config, layout: Layout, meshes: Meshes, stage: int) -> Part:
             model, process_group=meshes.data.get_group(), gradient_as_bucket_view=True
         )
         return Part(wrapped, model, stage)
-    return Part(model, model, stage)
+    return _finish_part(model, model.blocks.values(), config, layout, stage)
 
 
 def _materialise(model: Decoder, module: nn.Module, prefix: str, value_of: ValueOf) -> None:

@@ -75,6 +75,7 @@ def resolve(config: Config, world_size: int) -> Layout:
         raise ValueError(f"layout: {asked} needs {data * others} ranks, there are {world_size}")
     _check_model(config, data)
     batch = config.batch
+    _check_offload(config)
     micro, passes = _resolve_batch(batch, data, wanted.pipeline)
     stages_per_rank = wanted.stages_per_rank
     if wanted.schedule == "interleaved" and stages_per_rank == 1:
@@ -115,6 +116,20 @@ def _check_model(config: Config, data: int) -> None:
     if model.experts % wanted.expert:
         raise ValueError(f"layout.expert {wanted.expert} does not divide {model.experts} experts")
     _check_tensor(model, wanted.tensor, wanted.sequence_parallel)
+
+
+def _check_offload(config: Config) -> None:
+    if not config.layout.offload:
+        return
+    if not config.layout.zero:
+        raise ValueError("layout.offload needs layout.zero 1, 2 or 3")
+    if config.layout.pipeline > 1:
+        raise ValueError("layout.offload is not for pipelines")
+    if config.precision.compute == "float16":
+        raise ValueError(
+            "layout.offload updates before the whole gradient is known, float16 must see it first; "
+            "use bfloat16"
+        )
 
 
 def _check_tensor(model: ModelConfig, tensor: int, sequence_parallel: bool) -> None:
