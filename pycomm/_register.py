@@ -20,13 +20,28 @@ def register() -> None:
     dist.Backend.register_backend("pycomm", _create, extended_api=True, devices=["cpu"])
 
 
+def _fresh(store: Any) -> Any:
+    """The store without what ranks that have died wrote to it.
+
+    torchrun's agent keeps one store for all its restarts, and torch 2.13 no longer sets them apart.
+    """
+    import os
+
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        return store
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"pycomm_attempt_{attempt}", store)
+
+
 def _create(options: Any, backend_options: Any) -> Any:
     """Creates a group's backend; the signature is torch's extended API."""
     from pycomm._loader import torch_module
 
     del backend_options
     return torch_module().create_process_group(
-        options.store,
+        _fresh(options.store),
         options.group_rank,
         options.group_size,
         options.timeout,

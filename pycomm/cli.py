@@ -238,6 +238,7 @@ Examples:
   pycomm train --nproc 4 -s layout.tensor=2 -s layout.zero=3
   pycomm train ds_config.json --data '~/books/*.txt' --out books
   torchrun --nproc-per-node 2 -m pycomm train run.toml
+  pycomm train run.toml --hosts node1,node2 --nproc 4
   pycomm train --keys                                everything that can be set, with defaults"""
 )
 @click.argument("config", required=False, type=click.Path(exists=True, path_type=Path))
@@ -245,6 +246,7 @@ Examples:
 @click.option(
     "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as layout.tensor=2."
 )
+@click.option("--hosts", help="Start it on these by ssh, --nproc ranks on each; by commas.")
 @click.option("--data", help="File, folder, glob or .jsonl. Default: Python's own source.")
 @click.option("--out", help="The run's folder. One with checkpoints is gone on with.")
 @click.option("--steps", type=COUNT, help="Optimizer steps.")
@@ -255,6 +257,7 @@ def train(
     config: Path | None,
     num_ranks: int,
     overrides: tuple[str, ...],
+    hosts: str | None,
     data: str | None,
     out: str | None,
     steps: int | None,
@@ -279,7 +282,10 @@ def train(
         if dry_run:
             command.dry_run(settings, num_ranks)
             return
-        status = command.train(settings, num_ranks)
+        if hosts:
+            status = command.train_on_hosts(settings, hosts, num_ranks, config, overrides, flags)
+        else:
+            status = command.train(settings, num_ranks)
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)

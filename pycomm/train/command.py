@@ -15,6 +15,7 @@ from pycomm.launch import Place, run_ranks
 from pycomm.train.complete import complete
 from pycomm.train.config import Config
 from pycomm.train.data.corpus import open_corpus
+from pycomm.train.hosts import HostsPlan, run_on_hosts
 from pycomm.train.layout.build import DTYPES
 from pycomm.train.layout.degrees import Layout, resolve
 from pycomm.train.predict import (
@@ -57,21 +58,49 @@ def train(config: Config, num_ranks: int) -> int:
     return status
 
 
+def train_on_hosts(
+    config: Config,
+    hosts: str,
+    num_ranks: int,
+    path: Path | None,
+    overrides: tuple[str, ...],
+    flags: dict[str, Any],
+) -> int:
+    """The same command on every host; the folder, the file and Python are where they are here.
+
+    Raises:
+        ValueError: the list of hosts is none.
+    """
+    words = [str(path)] if path is not None else []
+    for key, value in flags.items():
+        words += ["-s", f"{key}={value}"] if value is not None else []
+    for override in overrides:
+        words += ["-s", override]
+    names = tuple(hosts.split(","))
+    plan = HostsPlan(names, num_ranks, tuple(words), config.run.max_restarts)
+    return run_on_hosts(plan)
+
+
 def _prepare(config: Config) -> Config:
     """Makes the tokens while there is one process and a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task: Any = None
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task: Any = None
 
-        def show(done: int, total: int) -> None:
-            nonlocal task
-            if task is None:
-                task = bar.add_task("reading text", total=total)
-            bar.update(task, completed=done)
+    def show(done: int, total: int) -> None:
+        nonlocal task
+        if task is None:
+            bar.start()
+            task = bar.add_task("reading text", total=total)
+        bar.update(task, completed=done)
 
+    try:
         corpus = open_corpus(config.data, config.model.context, show)
+    finally:
+        if task is not None:
+            bar.stop()
     return complete(config, corpus.tokenizer.vocab_size)
 
 
@@ -85,7 +114,7 @@ def _train_rank(config: Config, place: Place) -> int:
         if place.rank == 0:
             click.secho(f"error: {error}", err=True, fg="red")
         return USAGE
-    if place.rank == 0 and not summary.was_stopped:
+    if place.rank == 0 and not summary.was_stopped and summary.loss == summary.loss:
         out = config.run.out
         validation = summary.validation_loss
         told = "" if validation is None else f", validation {validation:.3f}"

@@ -125,6 +125,12 @@ class Trainer:
             group=dist.new_group(),
         )
         self._resume(checkpoints, first)
+        if self.engine.progress.step >= config.run.steps:
+            first.say(
+                f"nothing is left to do: {out} has its {config.run.steps} steps; give more run.steps "
+                "or another run.out"
+            )
+            return Summary(self.engine.progress.step, float("nan"), None, False)
         sinks: list[Sink] = []
         if self._rank == 0:
             sinks = make_sinks(config.watch, out, self.engine.progress.step)

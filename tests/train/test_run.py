@@ -1,0 +1,350 @@
+"""Whole runs by the command line: they learn, survive deaths and signals, and show what they did."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pycomm.train.watch.records import read_records
+from pycomm.train.watch.report import write_report
+
+PYCOMM = [sys.executable, "-m", "pycomm"]
+# Some text to learn from, small enough to start at once.
+TEXT = "".join(f"def function_{i % 37}(x):\n    return x + {i % 11}\n\n" for i in range(3000))
+SMALL = ["-s", "model.channels=32", "-s", "model.layers=2", "-s", "model.context=32"]
+SMALL += ["-s", "batch.size=16", "-s", "watch.sample_tokens=20"]
+KILLS = int(os.environ.get("TRAIN_KILLS", "3"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train_command(*arguments: str) -> list[str]:
+    return [*PYCOMM, "train", "--data", "text.txt", *SMALL, *arguments]
+
+
+def train(*arguments: str, status: int = 0) -> str:
+    """Runs it to its end; returns everything it said."""
+    done = subprocess.run(
+        train_command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+def losses(run: str) -> list[float]:
+    records = read_records(Path(run) / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(1, len(records) + 1))
+    return [r["loss"] for r in records]
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes whose parent is the launcher."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (OSError, ValueError):
+            continue
+        if entry.name.isdigit() and int(stat[1]) == launcher:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def wait_for(condition: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def num_steps(run: str) -> int:
+    path = Path(run) / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_a_run_learns_and_says_what_it_did(folder: Path) -> None:
+    told = train("--nproc", "2", "--out", "run", "--steps", "60", "-s", "optimizer.lr=0.01")
+    assert re.search(
+        r"step 60/60  loss \d\.\d+  validation \d\.\d+  .* tokens/s  MFU \d+%  comm", told
+    )
+    assert "--- it writes:" in told
+    values = losses("run")
+    assert values[-1] < values[0] - 2
+    record = read_records(folder / "run" / "metrics.jsonl")[-1]
+    about = json.loads((folder / "run" / "about.json").read_text())
+    assert record["validation_loss"] < about["bigram_loss"]
+    assert 0 <= record["communication_share"] <= 1
+    assert 0 <= record["overlap"] <= 1
+    assert 0 < record["mfu"] < 1.5
+    assert record["samples"] == 60 * 16
+    assert "nothing is left to do" in train("--nproc", "2", "--out", "run", "--steps", "60")
+
+
+@pytest.mark.parametrize("layout", [[], ["-s", "layout.zero=3"]], ids=["data", "zero3"])
+def test_killed_ranks_come_back_to_the_identical_curve(folder: Path, layout: list[str]) -> None:
+    """kill -9 of any rank at random moments, saves included; every loss is that of the run that
+    was left alone, bit for bit, and no step is missing or doubled."""
+    steps = 60 * (KILLS + 1)
+    common = ["--nproc", "2", "--steps", str(steps), *layout, "-s", "checkpoint.every=7"]
+    common += ["-s", "run.deterministic=true", "-s", f"run.max_restarts={KILLS}"]
+    train(*common, "--out", "alone")
+    rng = random.Random(0)
+    with open("log", "w") as log:
+        process = subprocess.Popen(
+            train_command(*common, "--out", "killed"), stdout=log, stderr=subprocess.STDOUT
+        )
+        for i in range(KILLS):
+            wait_for(lambda i=i: num_steps("killed") >= 10 + 60 * i)
+            time.sleep(rng.random() * 0.2)
+            os.kill(rng.choice(ranks_of(process.pid)), signal.SIGKILL)
+        assert process.wait(100) == 0, Path("log").read_text()
+    told = Path("log").read_text()
+    assert told.count("starting again from the newest checkpoint") == KILLS
+    assert losses("killed") == losses("alone")
+    samples = [r["samples"] for r in read_records(Path("killed/metrics.jsonl"))]
+    assert samples == [16 * (i + 1) for i in range(steps)]
+    assert [p.name for p in Path("killed/checkpoints").glob("*.partial")] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(folder: Path, number: int) -> None:
+    common = ["--nproc", "2", "--steps", "400", "-s", "run.deterministic=true"]
+    process = subprocess.Popen(
+        train_command(*common, "--out", "run"),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(lambda: num_steps("run") >= 10)
+    if number == signal.SIGINT:  # as a terminal does
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 143, told
+    stopped = re.search(r"stopped after step (\d+), which is saved", told)
+    assert stopped is not None
+    step = int(stopped.group(1))
+    assert num_steps("run") == step
+    more = str(step + 5)
+    assert f"going on after step {step}" in train(*common, "--out", "run", "--steps", more)
+    train(*common, "--out", "alone", "--steps", more)
+    # The decay of the learning rate depends on the number of steps: the first ones are the same.
+    assert losses("run")[: min(step, 10)] == pytest.approx(
+        losses("alone")[: min(step, 10)], rel=0.05
+    )
+
+
+def test_a_killed_launcher_leaves_no_ranks(folder: Path) -> None:
+    process = subprocess.Popen(train_command("--nproc", "2", "--steps", "5000", "--out", "run"))
+    wait_for(lambda: num_steps("run") >= 5)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 30)
+
+
+def test_torchrun_restarts_resume_by_themselves(folder: Path) -> None:
+    common = ["--steps", "60", "-s", "checkpoint.every=5", "-s", "run.deterministic=true"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["--max-restarts", "2", "--monitor-interval", "0.1", "-m", "pycomm"]
+    with open("log", "w") as log:
+        process = subprocess.Popen(
+            [*launcher, *train_command(*common, "--out", "run")[3:]],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        wait_for(lambda: num_steps("run") >= 12 or process.poll() is not None)
+        os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
+        assert process.wait(100) == 0, Path("log").read_text()
+    assert "going on after step" in Path("log").read_text()
+    train("--nproc", "2", *common, "--out", "alone")
+    assert losses("run") == losses("alone")
+
+
+def test_listed_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ssh is a shell of this host here; the two "hosts" come together as torchrun's nodes."""
+    shell = folder / "shell"
+    shell.write_text('#!/bin/sh\nshift\nexec sh -c "$1"\n')
+    shell.chmod(0o700)
+    monkeypatch.setenv("PYCOMM_SSH", str(shell))
+    told = train("--hosts", "127.0.0.1,localhost", "--nproc", "1", "--out", "run", "--steps", "5")
+    assert "step 5: loss" in told
+    assert json.loads((folder / "run" / "about.json").read_text())["world_size"] == 2
+    assert "is no list of hosts" in train("--hosts", "a,,b", status=1)
+
+
+def test_a_dry_run_starts_nothing(folder: Path) -> None:
+    path = folder / "run.toml"
+    path.write_text("[layout]\ntensor = 2\npipeline = 2\nzero = 1\n[model]\nlayers = 4\n")
+    told = train("run.toml", "--nproc", "8", "--dry-run", "-s", "model.layers=4")
+    for word in (
+        "pipeline 2 x data 2 (ZeRO-1) x tensor 2",
+        "8, stage s on ranks 4s to 4s+3, tensor groups of 2 neighbours",
+        "activations",
+        "pipeline  1f1b: predicted",
+        "bubble",
+        "communication",
+    ):
+        assert word in told
+    assert not (folder / "run").exists()
+    assert "needs 6 ranks, there are 8" in train(
+        "--nproc", "8", "--dry-run", "-s", "layout.data=3", "-s", "layout.tensor=2", status=1
+    )
+
+
+def test_all_keys_are_listed_and_can_be_read_back(folder: Path) -> None:
+    told = subprocess.run([*PYCOMM, "train", "--keys"], capture_output=True, text=True, check=True)
+    (folder / "all.toml").write_text(told.stdout)
+    assert "[layout]" in told.stdout
+    assert "known" not in train("all.toml", "--dry-run")
+
+
+def test_other_data_under_the_same_run_is_refused(folder: Path) -> None:
+    train("--out", "run", "--steps", "2")
+    (folder / "text.txt").write_text(TEXT[::-1])
+    told = train("--out", "run", "--steps", "4", status=2)
+    assert "was made with data" in told
+    assert "Traceback" not in told
+
+
+def test_a_damaged_newest_checkpoint_costs_steps_not_the_run(folder: Path) -> None:
+    train("--out", "run", "--steps", "10", "-s", "checkpoint.every=5")
+    file = next(Path("run/checkpoints/step-00000010").glob("*.safetensors"))
+    os.truncate(file, 100)
+    told = train("--out", "run", "--steps", "12", "-s", "checkpoint.every=5")
+    assert "skipping checkpoint step-00000010" in told
+    assert "going on after step 5" in told
+    assert len(losses("run")) == 12
+
+
+def test_metrics_for_tensorboard_and_prometheus(folder: Path) -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        train_command(
+            "--steps",
+            "100000",
+            "--out",
+            "run",
+            "-s",
+            f"watch.prometheus_port={port}",
+            "-s",
+            "watch.tensorboard=true",
+        ),
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: num_steps("run") >= 5)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+            text = page.read().decode()
+        assert re.search(r"^pycomm_train_loss \d", text, re.MULTILINE)
+        assert re.search(r"^pycomm_train_tokens_per_s \d", text, re.MULTILINE)
+        listening = Path("/proc/net/tcp").read_text()
+        assert f"0100007F:{port:04X}" in listening  # 127.0.0.1, nowhere else
+        assert f"00000000:{port:04X}" not in listening
+    finally:
+        process.terminate()
+        assert process.wait(60) == 143
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "run" / "tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("train/loss")) >= 5
+
+
+def test_a_full_disk_at_the_end_is_an_error_and_before_it_a_warning(folder: Path) -> None:
+    """A file stands where the folder of checkpoints should be."""
+    (folder / "run").mkdir()
+    (folder / "run" / "checkpoints").write_text("in the way")
+    told = train(
+        "--nproc",
+        "2",
+        "--out",
+        "run",
+        "--steps",
+        "6",
+        "-s",
+        "checkpoint.every=2",
+        "-s",
+        "run.max_restarts=0",
+        status=1,
+    )
+    assert "no checkpoint was written to run/checkpoints" in told
+    assert "the run goes on" in told
+    assert len(losses("run")) == 6
+
+
+BROWSER = next(
+    (b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None
+)
+
+
+def look(page: Path, *arguments: str) -> str:
+    assert BROWSER is not None
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *arguments, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no browser here")
+def test_the_report_in_a_real_browser(folder: Path) -> None:
+    train("--nproc", "2", "--out", "run", "--steps", "8", "-s", "watch.validate_every=4")
+    told = subprocess.run([*PYCOMM, "report", "run"], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "run/report.html"
+    # A hostile sample and layout: shown as text, run by nobody.
+    (folder / "run" / "sample.txt").write_text("<script>document.title='owned'</script>&amp;")
+    about = json.loads((folder / "run" / "about.json").read_text())
+    about["layout"] = "<img src=x onerror=\"document.title='owned'\">"
+    (folder / "run" / "about.json").write_text(json.dumps(about))
+    page = write_report(folder / "run")
+    dom = look(page, "--dump-dom")
+    assert "<title>Run run</title>" in dom
+    assert "&lt;script&gt;document.title='owned'&lt;/script&gt;&amp;amp;" in dom
+    assert dom.count("<svg") == 3
+    assert "rank 1" in dom or 'id="text' in dom
+    for heading in ("Loss", "Speed", "Timeline of a step", "Layout and memory", "What it writes"):
+        assert f">{heading}</h2>" in dom
+    picture = folder / "page.png"
+    look(page, f"--screenshot={picture}", "--window-size=1000,2000")
+    from PIL import Image
+
+    with Image.open(picture) as image:
+        colours = image.convert("RGB").getcolors(1 << 24)
+    assert colours is not None
+    assert len(colours) > 50  # not a blank page
+    assert not re.search(r"<script|(?:src|href)=.?https?:", page.read_text())  # loads nothing
+
+
+def test_a_run_without_steps_has_no_report(folder: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        write_report(folder)
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no steps yet"):
+        write_report(folder)
