@@ -50,8 +50,12 @@ if [ "$target" = test-all ]; then
   need "a compiler and an emulator for aarch64" "command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64" g++-aarch64-linux-gnu qemu-user
   need "libibverbs headers" "echo '#include <infiniband/verbs.h>' | c++ -x c++ -fsyntax-only -" libibverbs-dev
 fi
-# A compiler cache is a kindness, not a need.
-if [ "$(id -u)" -eq 0 ]; then need "ccache" "command -v ccache" ccache; fi
+# A compiler cache and a browser are kindnesses, not needs.
+if [ "$(id -u)" -eq 0 ]; then
+  need "ccache" "command -v ccache" ccache
+  # The report's page is looked at in a real one.
+  if [ "$target" != install ]; then need "a browser" "command -v chromium" chromium; fi
+fi
 require_packages
 
 if [ ! -x "$VENV/bin/python" ]; then
@@ -68,8 +72,8 @@ if [ "$(cat "$VENV/torch.spec" 2>/dev/null)" != "$TORCH" ]; then
 fi
 
 # An editable install: Python from this folder, compiled modules in the environment. Built again
-# only when what is compiled has changed.
-stamp=$(cat CMakeLists.txt pyproject.toml $(find csrc backends bench pycomm -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.cmake' | sort) | sha256sum)
+# only when what is compiled has changed, or a Python file has come or gone.
+stamp=$({ find pycomm -name '*.py' -o -name '*.jinja' | sort; cat CMakeLists.txt pyproject.toml $(find csrc backends bench pycomm -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.cmake' | sort); } | sha256sum)
 extra=$([ "$target" = install ] && echo "[train]" || echo "[dev]")
 if [ "$(cat "$VENV/pycomm.stamp" 2>/dev/null)" != "$stamp$extra" ]; then
   say "building pycomm"

@@ -30,9 +30,9 @@ def _fresh(store: Any) -> Any:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0":
         return store
-    from torch.distributed import PrefixStore
+    import torch.distributed as dist
 
-    return PrefixStore(f"pycomm_attempt_{attempt}", store)
+    return dist.distributed_c10d.PrefixStore(f"pycomm_attempt_{attempt}", store)
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -129,7 +129,7 @@ class Optimizer:
             group["lr"] = lr
 
     def step_chunk(self, chunk: list[tuple[Held, torch.Tensor]]) -> Squares:
-        """Steps some parameters with their final gradients; unclipped. Thread: any, one at a time."""
+        """Steps some parameters with their final gradients. Thread: any, one at a time."""
         squares = Squares()
         for held, grad in chunk:
             squares.count(held, grad)

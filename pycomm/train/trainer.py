@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.train.checkpoint import CheckpointError, Checkpoints, Found
+from pycomm.train.complete import complete
 from pycomm.train.config import Config
 from pycomm.train.data.corpus import Corpus, bigram_loss, open_corpus
 from pycomm.train.data.source import Sequences, Source, UserData
 from pycomm.train.engine import Engine, Loss, Progress, StepStats
-from pycomm.train.complete import complete
 from pycomm.train.layout.build import DTYPES, wrap_user_module
 from pycomm.train.layout.degrees import resolve
 from pycomm.train.layout.mesh import make_meshes
@@ -127,8 +127,8 @@ class Trainer:
         self._resume(checkpoints, first)
         if self.engine.progress.step >= config.run.steps:
             first.say(
-                f"nothing is left to do: {out} has its {config.run.steps} steps; give more run.steps "
-                "or another run.out"
+                f"nothing is left to do: {out} has its {config.run.steps} steps; give more "
+                "run.steps or another run.out"
             )
             return Summary(self.engine.progress.step, float("nan"), None, False)
         sinks: list[Sink] = []

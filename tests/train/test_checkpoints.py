@@ -217,7 +217,7 @@ def test_only_whole_ones_count_and_only_the_newest_are_kept(tmp_path: Path) -> N
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_full_disk_is_an_error_on_all_and_loses_nothing(is_async: bool, tmp_path: Path) -> None:
     def body(rank: int, world: int) -> Any:
-        import torch.distributed.checkpoint.filesystem as filesystem
+        from torch.distributed.checkpoint import filesystem
 
         engine = engine_of(config(GPT, layout={"zero": 3}), world)
         checkpoints = checkpoints_in(tmp_path, is_async=is_async)

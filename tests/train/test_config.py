@@ -1,4 +1,4 @@
-"""Configurations from TOML, YAML and DeepSpeed's JSON; every fault is one line that says what to do."""
+"""Configurations from TOML, YAML and DeepSpeed's JSON; a fault is one line that says what to do."""
 
 from __future__ import annotations
 

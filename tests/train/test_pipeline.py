@@ -1,4 +1,4 @@
-"""Schedules are complete, deadlock-free and as short as their papers say; the runner keeps to them."""
+"""Schedules are complete, free of deadlock and as short as their papers say; so is the runner."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,6 +75,6 @@ def put_in_flight(model: FSDPModule, layers: Sequence[nn.Module]) -> ReductionsI
     for module in [model, *sharded]:
         module.set_custom_reduce_scatter(reductions)
     model._set_unshard_async_op(True)
-    for layer, following in zip(sharded, sharded[1:], strict=False):
+    for layer, following in pairwise(sharded):
         layer.set_modules_to_forward_prefetch([following])
     return reductions

@@ -220,12 +220,13 @@ def architecture(config: ModelConfig) -> str:
     )
     if has_llama_parts:
         return "mixtral" if config.experts else "llama"
-    if has_gpt2_parts and not config.experts and config.tied:
-        if config.num_kv_heads == config.heads:
-            return "gpt2"
+    is_plain = not config.experts and config.tied and config.num_kv_heads == config.heads
+    if has_gpt2_parts and is_plain:
+        return "gpt2"
     raise ValueError(
-        "no Hugging Face architecture that is known here has this model's parts: gpt2 is layernorm, "
-        "learned, gelu, bias, tied; llama is rmsnorm, rope, swiglu, no bias; mixtral with experts"
+        "no Hugging Face architecture that is known here has this model's parts: gpt2 is "
+        "layernorm, learned, gelu, bias, tied; llama is rmsnorm, rope, swiglu, no bias; mixtral is "
+        "llama with experts"
     )
 
 
