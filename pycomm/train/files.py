@@ -15,7 +15,7 @@ def load_config(path: Path | None, overrides: tuple[str, ...] = ()) -> Config:
     """Reads a file and applies `section.key=value` overrides.
 
     Args:
-        path: .toml, .yaml, .yml or .json; a .json is DeepSpeed's if it has a key that only that has.
+        path: .toml, .yaml, .yml or .json; a .json is DeepSpeed's if it has one of its keys.
             None stands for the defaults.
         overrides: values are read as TOML; what is none is taken as text.
 

@@ -234,8 +234,8 @@ def test_a_module_and_a_dataset_of_ones_own(zero: int) -> None:
         engine = Engine(own, layout, meshes, UserData(data), parts=[part], loss=F.mse_loss)
         return numbers(train(engine)).tolist()
 
-    expected = in_ranks(1, lambda rank, world: body(rank, world)).results[0]
-    for result in in_ranks(2, lambda rank, world: body(rank, world)).results.values():
+    expected = in_ranks(1, body).results[0]
+    for result in in_ranks(2, body).results.values():
         assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 

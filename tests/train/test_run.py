@@ -1,4 +1,4 @@
-"""Whole runs by the command line: they learn, survive deaths and signals, and show what they did."""
+"""Whole runs by the command line: they learn, survive deaths and signals, and show it all."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
     assert completed().model.channels == 32
     assert completed(context=8).model.context == 8
-    with pytest.raises(ValueError, match="model.channels is 64, .* has 32; leave it out"):
+    with pytest.raises(ValueError, match=r"model.channels is 64, .* has 32; leave it out"):
         completed(channels=64)
     with pytest.raises(ValueError, match="has positions for 16"):
         completed(context=32)
