@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 export PYTHON VENV TORCH
 BIN := $(abspath $(VENV))/bin
 
-STAGES := core-tests python-tests simulate sanitize fuzz cuda aarch64 install-check large-messages \
+STAGES := core-tests python-tests train-tests soak simulate sanitize fuzz cuda aarch64 install-check large-messages \
   quic-probe
 .PHONY: help demo test test-all prove lint format install clean $(STAGES)
 
@@ -19,13 +19,13 @@ install: ## A virtual environment with torch, and pycomm built into it.
 demo: install ## Train a small GPT on real text over pycomm; curve in demo/curve.png.
 	@$(BIN)/pycomm demo --out demo $(ARGS)
 
-test: ## The tests: at most 10 minutes, no root, no VM.
+test: ## The tests: about 12 minutes, no root, no VM.
 	@bash .ci/setup.sh test
-	@bash .ci/stages.sh core-tests python-tests
+	@bash .ci/stages.sh core-tests python-tests train-tests
 
 test-all: ## The tests, 10,000 simulations, sanitizers, fuzzers, CUDA and aarch64 builds, the probes.
 	@bash .ci/setup.sh test-all
-	@bash .ci/stages.sh core-tests python-tests simulate sanitize fuzz cuda aarch64 \
+	@bash .ci/stages.sh core-tests python-tests train-tests simulate sanitize fuzz cuda aarch64 \
 	  install-check large-messages quic-probe prove
 
 prove: ## Five claims of the transport contract, one line each.

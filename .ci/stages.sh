@@ -30,6 +30,11 @@ large_messages() { TEST_LARGE=1 python -m pytest -q tests/python/test_large_mess
 
 python_tests() { python -m pytest tests/python tests/torch tests/tidy; }
 
+train_tests() { python -m pytest tests/train; }
+
+# Thirty deaths at random moments, saves included; not part of a test run.
+soak() { TRAIN_KILLS=${TRAIN_KILLS:-30} python -m pytest -q tests/train/test_run.py -k killed --timeout 3000; }
+
 sanitize() {
   local kind
   for kind in address thread; do
@@ -106,13 +111,13 @@ prove() {
   return $failed
 }
 
-declare -A budget=([core-tests]=600 [python-tests]=700 [simulate]=200 [large-messages]=300 [sanitize]=700 [fuzz]=200 [cuda]=200 [aarch64]=300 [install-check]=240 [quic-probe]=150 [prove]=300)
+declare -A budget=([core-tests]=600 [python-tests]=700 [train-tests]=800 [soak]=3600 [simulate]=200 [large-messages]=300 [sanitize]=700 [fuzz]=200 [cuda]=200 [aarch64]=300 [install-check]=240 [quic-probe]=150 [prove]=300)
 mkdir -p build
 status=0
 for stage in "$@"; do
   start=$SECONDS
   printf '\n=== %s\n' "$stage"
-  export -f build core_tests simulate large_messages python_tests sanitize fuzz cuda aarch64 install_check quic_probe prove
+  export -f build core_tests simulate large_messages python_tests train_tests soak sanitize fuzz cuda aarch64 install_check quic_probe prove
   timeout --foreground "${budget[$stage]:?unknown stage}" bash -c "set -uo pipefail; ${stage//-/_}"
   code=$?
   [ $code -eq 124 ] && echo "stage $stage ran past its ${budget[$stage]} s"

@@ -172,7 +172,8 @@ def bench(
     epilog="""\b
 Examples:
   pycomm performance --out docs            the whole page, about a quarter of an hour
-  pycomm performance private shared        two chapters of it, into ./performance"""
+  pycomm performance private shared        two chapters of it, into ./performance
+  pycomm performance --trainer --out docs  steps of every layout, pipelines, saving"""
 )
 @click.option(
     "--out",
@@ -182,8 +183,9 @@ Examples:
     help="Folder for performance.md, its pictures and performance.json.",
 )
 @click.option("-m", "--rounds", default=15, show_default=True, type=COUNT, help="Rounds.")
+@click.option("--trainer", is_flag=True, help="The trainer's page instead, about 25 minutes.")
 @click.argument("only", metavar="[CHAPTER]...", nargs=-1)
-def performance(out: Path, rounds: int, only: tuple[str, ...]) -> None:
+def performance(out: Path, rounds: int, trainer: bool, only: tuple[str, ...]) -> None:
     """Measures pycomm beside gloo, three MPIs and the barest loops, and writes a page about it.
 
     Chapters: core, small, dispatch, private, huge, large, shared, shared256, torch, four, bfloat16,
@@ -194,6 +196,10 @@ def performance(out: Path, rounds: int, only: tuple[str, ...]) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     try:
+        if trainer:
+            from pycomm.bench import trainer_page
+
+            sys.exit(trainer_page.write(out, rounds))
         sys.exit(write(out, rounds, only))
     except (ValueError, GangError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error

@@ -1,8 +1,8 @@
 """The optimizer in chunks, beside the backward pass.
 
 With ZeRO, a layer's reduced gradient is final before the backward pass has reached the layers
-before it. A worker thread then updates that layer's parameters, by torch's fused optimizer, and
-drops the gradient: no rank ever holds more than a few layers' gradients beside the optimizer's state.
+before it. A worker thread then updates that layer's parameters, by torch's fused optimizer,
+and drops the gradient: no rank ever holds more than a few chunks of gradients beside the state.
 
 Clipping by the norm of the whole gradient needs the whole gradient first; with it, chunks are
 updated after the backward pass, one after the other.

@@ -129,6 +129,46 @@ def test_nothing_is_left_to_do_on_main() -> None:
         assert not words.search(path.read_text()), path
 
 
+# What a room of the trainer may import of it; the rest of pycomm imports none of it, but for the
+# command line and the benchmark.
+TRAIN_MAY_IMPORT = {
+    "config": set[str](),
+    "data": {"config"},
+    "model": {"config"},
+    "pipeline": set[str](),
+    "layout": {"config", "model"},
+    "optimizer": {"config", "layout"},
+    "engine": {
+        *("config", "data", "layout", "model", "offload", "optimizer", "pipeline", "precision"),
+    },
+    "checkpoint": set[str](),
+    "watch": {"config"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def test_the_trainer_stands_on_top_and_its_rooms_point_one_way() -> None:
+    for path in tracked(".py"):
+        if ROOT / "pycomm" not in path.parents:
+            continue
+        parts = path.relative_to(ROOT / "pycomm").with_suffix("").parts
+        used = {n.split(".")[2] for n in imports_of(path) if n.startswith("pycomm.train.")}
+        if parts[0] != "train":
+            assert not used or parts[0] in ("cli", "bench"), path
+        elif len(parts) > 1 and parts[1] in TRAIN_MAY_IMPORT:
+            extra = used - TRAIN_MAY_IMPORT[parts[1]] - {parts[1]}
+            assert not extra, f"{path} imports {extra}"
+
+
 def test_python_does_not_unpickle() -> None:
     for path in tracked(".py"):
         if "tests" in path.parts:

@@ -201,7 +201,7 @@ class Experts(nn.Module):
             return cast(torch.Tensor, self.weights(rows, per_expert.tolist()))
         num_ranks = dist.get_world_size(self.group)
         local = len(per_expert) // num_ranks
-        theirs = torch.empty_like(per_expert)
+        theirs = per_expert.clone()
         dist.all_to_all_single(theirs, per_expert, group=self.group)
         send = per_expert.view(num_ranks, local).sum(1).tolist()
         receive = theirs.view(num_ranks, local).sum(1).tolist()
