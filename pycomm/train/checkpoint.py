@@ -9,20 +9,16 @@ a word. Nothing in it is a pickle.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -32,81 +28,21 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-(\d{8})")
-_PARTIAL = ".partial"
-_FORMAT = 1
-
-
-class _File(BaseModel):
-    bytes: int
-    blake2b: str
-
-
-class _Manifest(BaseModel):
-    format: int
-    step: int
-    state: dict[str, Any]
-    files: dict[str, _File]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A whole checkpoint."""
-
-    path: Path
-    step: int
-    state: dict[str, Any]  # what was saved beside the tensors
+from pycomm.train.manifest import (
+    FORMAT,
+    PARTIAL,
+    Found,
+    Manifest,
+    checksum,
+    commit,
+    names,
+    open_checkpoint,
+    verify,
+)
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; the run's state is as before."""
-
-
-def checksum(path: Path) -> str:
-    """Of a file's bytes."""
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def verify(path: Path, part: int = 0, parts: int = 1) -> str:
-    """What is wrong with a checkpoint; empty if nothing is. Looks at every parts-th file."""
-    try:
-        manifest = _Manifest.model_validate_json((path / MANIFEST).read_bytes())
-    except (OSError, ValueError) as error:
-        return f"its manifest cannot be read ({type(error).__name__})"
-    if manifest.format != _FORMAT:
-        return f"format {manifest.format}, this version reads {_FORMAT}"
-    for name, entry in sorted(manifest.files.items())[part::parts]:
-        file = path / Path(name).name
-        try:
-            if file.stat().st_size != entry.bytes:
-                return f"{name} has {file.stat().st_size} bytes, not {entry.bytes}"
-            if checksum(file) != entry.blake2b:
-                return f"{name} is damaged"
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-    return ""
-
-
-def _names(folder: Path) -> list[str]:
-    """Of whole checkpoints, newest first."""
-    if not folder.is_dir():
-        return []
-    return sorted((p.name for p in folder.iterdir() if _NAME.fullmatch(p.name)), reverse=True)
-
-
-def _open(path: Path) -> Found:
-    manifest = _Manifest.model_validate_json((path / MANIFEST).read_bytes())
-    return Found(path, manifest.step, manifest.state)
-
-
-def newest_alone(folder: Path) -> Found | None:
-    """The newest whole checkpoint, for one process without a group."""
-    return next((_open(folder / n) for n in _names(folder) if not verify(folder / n)), None)
 
 
 def load_alone(found: Found, tensors: dict[str, torch.Tensor]) -> None:
@@ -175,7 +111,7 @@ class Checkpoints:
         for path in self._candidates():
             fault = self._agree(verify(path, self._rank, self._size))
             if not fault:
-                return _open(path)
+                return open_checkpoint(path)
             if self._rank == 0:
                 self._say(f"skipping checkpoint {path.name}: {fault}")
         return None
@@ -206,7 +142,7 @@ class Checkpoints:
     def _write_safely(self, step: int, state: dict[str, Any]) -> None:
         error: BaseException | None = None
         try:
-            partial = self._folder / f"step-{step:08d}{_PARTIAL}"
+            partial = self._folder / f"step-{step:08d}{PARTIAL}"
             self._write(partial, step, state)
         except BaseException as caught:
             error = caught
@@ -241,8 +177,8 @@ class Checkpoints:
         if self._rank == 0:
             try:
                 entries = {name: entry for part in files for name, entry in part.items()}
-                manifest = _Manifest(format=_FORMAT, step=step, state=state, files=entries)
-                _commit(partial, manifest.model_dump_json(indent=1))
+                manifest = Manifest(format=FORMAT, step=step, state=state, files=entries)
+                commit(partial, manifest.model_dump_json(indent=1))
                 self._prune()
             except OSError as error:
                 fault = str(error)
@@ -254,9 +190,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Keeps the newest few; what was begun and never finished goes too."""
-        for name in _names(self._folder)[self._keep :]:
+        for name in names(self._folder)[self._keep :]:
             shutil.rmtree(self._folder / name, ignore_errors=True)
-        for path in self._folder.glob(f"step-*{_PARTIAL}"):
+        for path in self._folder.glob(f"step-*{PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _raise(self) -> None:
@@ -266,11 +202,11 @@ class Checkpoints:
 
     def _candidates(self) -> list[Path]:
         """Newest first, as rank 0 sees them."""
-        names: list[Any] = [_names(self._folder) if self._rank == 0 else None]
+        found: list[Any] = [names(self._folder) if self._rank == 0 else None]
         dist.broadcast_object_list(
-            names, src=dist.get_global_rank(self._group, 0), group=self._group
+            found, src=dist.get_global_rank(self._group, 0), group=self._group
         )
-        return [self._folder / name for name in names[0] or []]
+        return [self._folder / name for name in found[0] or []]
 
     def _agree(self, fault: str) -> str:
         """The first rank's fault that has one, on every rank."""
@@ -279,22 +215,6 @@ class Checkpoints:
         return next(
             (f"rank {r}: {f}" if self._size > 1 else f for r, f in enumerate(faults) if f), ""
         )
-
-
-def _commit(partial: Path, manifest: str) -> None:
-    path = partial / MANIFEST
-    with path.open("w") as file:
-        file.write(manifest)
-        file.flush()
-        os.fsync(file.fileno())
-    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(partial, final)
-    handle = os.open(partial.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _copy(

@@ -24,7 +24,8 @@ from pycomm.train.predict import (
     measure_matmul_flops,
     predict,
 )
-from pycomm.train.trainer import Trainer, open_group
+from pycomm.train.process import open_group
+from pycomm.train.trainer import Trainer
 from pycomm.train.watch.line import shorten
 
 USAGE = 2  # exit status: trying again cannot help

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from torch import nn
 from pycomm.train.config import Config
 from pycomm.train.data.cursor import samples_at, samples_of_rank
 from pycomm.train.data.source import Source
-from pycomm.train.layout.build import DTYPES, Part, build_parts
+from pycomm.train.layout.build import Part, build_parts
 from pycomm.train.layout.degrees import Layout
 from pycomm.train.layout.mesh import Meshes, group_of
 from pycomm.train.layout.tensor import local_tensor
@@ -26,10 +24,12 @@ from pycomm.train.model.decoder import Decoder, name_in_whole, next_token_loss
 from pycomm.train.model.experts import Experts
 from pycomm.train.offload import BackwardOptimizer
 from pycomm.train.optimizer import Optimizer, StepResult, like, lr_at, make_optimizer
-from pycomm.train.pipeline.links import Links
-from pycomm.train.pipeline.run import Pipeline, Span
+from pycomm.train.pipeline.run import Span
 from pycomm.train.pipeline.schedule import Choice
 from pycomm.train.precision import LossScale, autocast
+from pycomm.train.randomness import seed_step
+from pycomm.train.stages import make_pipeline
+from pycomm.train.tied import TiedWeights
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -81,13 +81,14 @@ class Engine:
         self.source, self._loss = source, loss
         self.parts = parts if parts is not None else build_parts(config, layout, meshes)
         self.progress = Progress()
+        self._place = (meshes.rank_in("pipeline"), meshes.rank_in("data"))
         self.spans: list[Span] = []  # of the last step, on this rank
         self.scale = LossScale(config.precision)
         self._experts = [m for p in self.parts for m in p.plain.modules() if isinstance(m, Experts)]
-        self._tied_group = self._make_tied_group()
+        self._tied = TiedWeights(config.model.tied and parts is None, layout, meshes)
         self.optimizer = self._make_optimizer()
         self._in_backward = self._make_backward_optimizer()
-        self.pipeline = self._make_pipeline(choice) if meshes.pipeline is not None else None
+        self.pipeline = make_pipeline(config, layout, meshes, self.parts, loss, choice)
 
     # What the parts are called -------------------------------------------------------------
 
@@ -127,7 +128,7 @@ class Engine:
         start = time.perf_counter()
         step = self.progress.step
         self.spans = []
-        self._seed(step)
+        seed_step(self.config.run.seed, step, self._place)
         inputs, targets = self._batches(self.progress.samples, self.layout.passes)
         scale = self.scale.value / self.layout.passes
         for experts in self._experts:
@@ -140,7 +141,7 @@ class Engine:
         else:
             loss = self._passes(inputs, targets, scale, lr)
         before_update = time.perf_counter()
-        self._reduce_tied()
+        self._tied.reduce(self.named_parameters())
         done = self._update(lr)
         self.scale.update(done.is_skipped)
         self._mark("update", before_update)
@@ -270,17 +271,6 @@ class Engine:
         batches = [self.source.batch(row) for row in own]
         return [b[0] for b in batches], [b[1] for b in batches]
 
-    def _seed(self, step: int) -> None:
-        """Randomness (dropout, a user's augmentation) is a function of the seed, the step and the
-        place in the layout, so there is no generator state to save. Ranks of a tensor-parallel
-        group drop the same channels."""
-        place = (self.meshes.rank_in("pipeline"), self.meshes.rank_in("data"))
-        text = f"{self.config.run.seed}/{step}/{place}".encode()
-        number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-        torch.manual_seed(number)
-        np.random.seed(number & 0xFFFFFFFF)
-        random.seed(number)
-
     def _agree(self, loss: torch.Tensor | None, stop: bool) -> tuple[float, float, float, float]:
         """Means over the ranks that know them: loss, balance, dropped; and how many would stop."""
         values = torch.zeros(5, dtype=torch.float64)
@@ -313,47 +303,3 @@ class Engine:
             return None
         reductions = self.parts[0].reductions
         return BackwardOptimizer(self.optimizer, reductions.take if reductions else list)
-
-    def _make_pipeline(self, choice: Choice | None) -> Pipeline:
-        assert choice is not None and self.meshes.pipeline is not None
-        model, layout = self.config.model, self.layout
-        time_share = model.context // (layout.tensor if layout.sequence_parallel else 1)
-        group = self.meshes.pipeline.get_group()
-        links = Links(
-            group,
-            layout.num_stages,
-            (layout.micro, time_share, model.channels),
-            DTYPES[self.config.precision.compute],
-        )
-        parts = {part.stage: part for part in self.parts}
-
-        def prepare(stage: int, is_last: bool) -> None:
-            parts[stage].set_last_pass(is_last, self.layout.zero)
-
-        return Pipeline(
-            {stage: part.module for stage, part in parts.items()},
-            layout.num_stages,
-            choice.schedule[group.rank()],
-            links,
-            self._loss,
-            prepare,
-        )
-
-    def _make_tied_group(self) -> dist.ProcessGroup | None:
-        """The first and the last rank of each pipeline both hold the table of tied weights."""
-        if self.meshes.pipeline is None or not self.config.model.tied:
-            return None
-        by_pipeline = self.meshes.whole.mesh.movedim(0, -1).reshape(-1, self.layout.pipeline)
-        own = None
-        for ranks in by_pipeline.tolist():
-            group = dist.new_group([ranks[0], ranks[-1]])
-            if dist.get_rank() in (ranks[0], ranks[-1]):
-                own = group
-        return own
-
-    def _reduce_tied(self) -> None:
-        if self._tied_group is None:
-            return
-        for name, parameter, _ in self.named_parameters():
-            if name == "embedding.tokens.weight" and parameter.grad is not None:
-                dist.all_reduce(local_tensor(parameter.grad), group=self._tied_group)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from pycomm.train.checkpoint import load_alone, newest_alone
+from pycomm.train.checkpoint import load_alone
 from pycomm.train.config import make_config
+from pycomm.train.manifest import newest_alone
 from pycomm.train.model import hugging_face
 from pycomm.train.model.decoder import Decoder
 

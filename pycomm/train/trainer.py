@@ -8,33 +8,35 @@ Ranks are those of torchrun, `pycomm run` or `pycomm train`; one process alone i
 
 from __future__ import annotations
 
-import json
-import os
 import resource
-import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from pycomm.train.checkpoint import CheckpointError, Checkpoints, Found
+from pycomm.train.checkpoint import CheckpointError, Checkpoints
 from pycomm.train.complete import complete
 from pycomm.train.config import Config
-from pycomm.train.data.corpus import Corpus, bigram_loss, open_corpus
+from pycomm.train.data.corpus import Corpus
 from pycomm.train.data.source import Sequences, Source, UserData
 from pycomm.train.engine import Engine, Loss, Progress, StepStats
 from pycomm.train.layout.build import DTYPES, wrap_user_module
 from pycomm.train.layout.degrees import resolve
 from pycomm.train.layout.mesh import make_meshes
+from pycomm.train.manifest import Found
 from pycomm.train.model.decoder import next_token_loss
+from pycomm.train.outputs import write_about, write_sample, write_timeline
 from pycomm.train.predict import flops_per_token, make_choice, measure_matmul_flops
-from pycomm.train.sample import generate
+from pycomm.train.process import (
+    StopFlag,
+    communication_time,
+    open_corpus_once,
+    open_group,
+    set_up_process,
+    slowest,
+)
 from pycomm.train.watch.line import Line
 from pycomm.train.watch.records import Record, Sink, make_sinks
 
@@ -76,11 +78,11 @@ class Trainer:
             raise ValueError("a model of one's own comes with a dataset and a loss")
         self._owns_group = open_group(config)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        _set_up_process(config, self._rank)
+        set_up_process(config, self._rank)
         self.corpus: Corpus | None = None
         source: Source
         if dataset is None:
-            self.corpus = _open_corpus_once(config)
+            self.corpus = open_corpus_once(config)
             config = complete(config, self.corpus.tokenizer.vocab_size)
             source = Sequences(self.corpus.training, config.model.context)
         else:
@@ -88,7 +90,7 @@ class Trainer:
         self.config = config
         self.layout = resolve(config, self._world_size)
         _check_model(model, config)
-        self._flops = _slowest(measure_matmul_flops(DTYPES[config.precision.compute]))
+        self._flops = slowest(measure_matmul_flops(DTYPES[config.precision.compute]))
         meshes = make_meshes(self.layout)
         parts = None if model is None else [wrap_user_module(model, config, self.layout, meshes)]
         self.engine = Engine(
@@ -101,7 +103,7 @@ class Trainer:
             choice=make_choice(config, self.layout, self._flops) if model is None else None,
         )
         self._is_text = model is None
-        self._stop = _StopFlag()
+        self._stop = StopFlag()
         self._communication = (0.0, 0.0)
 
     def fit(self) -> Summary:
@@ -134,7 +136,7 @@ class Trainer:
         sinks: list[Sink] = []
         if self._rank == 0:
             sinks = make_sinks(config.watch, out, self.engine.progress.step)
-            self._describe(out)
+            write_about(self.engine, self.corpus, self._flops)
         self._together()
         line = Line(
             self.engine.progress.step,
@@ -149,7 +151,7 @@ class Trainer:
             for sink in sinks:
                 sink.close()
         if not summary.was_stopped:
-            self._show_sample(out)
+            write_sample(self.engine, self.corpus)
         if self._owns_group:
             self._together()
             dist.destroy_process_group()
@@ -161,7 +163,7 @@ class Trainer:
         engine, config = self.engine, self.config
         loss, validation, saved = float("nan"), None, engine.progress.step
         stats: StepStats | None = None
-        self._communication = _communication_time()
+        self._communication = communication_time()
         while engine.progress.step < config.run.steps:
             stats = engine.train_step(stop=self._stop.is_set)
             loss, step = stats.loss, stats.step
@@ -173,7 +175,7 @@ class Trainer:
             for sink in sinks:
                 sink.write(record)
             if step in _TIMELINE_STEPS:
-                self._write_timeline(step)
+                write_timeline(self.engine, step)
             if is_last or stats.stop or _is_due(step, config.checkpoint.every):
                 self._save(checkpoints, line, step)
                 saved = step
@@ -200,7 +202,7 @@ class Trainer:
     def _record(self, stats: StepStats, validation: float | None) -> Record:
         config, layout = self.config, self.layout
         tokens = layout.batch * (config.model.context if self._is_text else 1)
-        now = _communication_time()
+        now = communication_time()
         spent, waited = (b - a for a, b in zip(self._communication, now, strict=True))
         self._communication = now
         mfu = None
@@ -282,140 +284,17 @@ class Trainer:
             line.say(f"error: {error}")
             raise
 
-    # What a person sees --------------------------------------------------------------------
-
-    def _describe(self, out: Path) -> None:
-        """What the report shows beside the records."""
-        engine = self.engine
-        about: dict[str, Any] = {
-            "layout": self.layout.describe(),
-            "world_size": self._world_size,
-            "backend": self.config.run.backend,
-            "num_samples": len(engine.source),
-            "matmul_flops_per_rank": self._flops,
-        }
-        choice = make_choice(self.config, self.layout, self._flops) if self._is_text else None
-        if choice is not None:
-            about["schedule"], about["why"] = choice.name, choice.why
-        if self.corpus is not None and self.corpus.tokenizer.vocab_size <= 1 << 10:
-            about["bigram_loss"] = bigram_loss(
-                self.corpus.training, self.corpus.validation, self.corpus.tokenizer.vocab_size
-            )
-        (out / "about.json").write_text(json.dumps(about, indent=1))
-
-    def _write_timeline(self, step: int) -> None:
-        rows: list[Any] = [None] * self._world_size
-        dist.all_gather_object(rows, [asdict(span) for span in self.engine.spans])
-        if self._rank == 0:
-            text = json.dumps({"step": step, "ranks": rows})
-            (self.config.run.out / "timeline.json").write_text(text)
-
-    def _show_sample(self, out: Path) -> None:
-        if self.corpus is None or not self.config.watch.sample_tokens:
-            return
-        prompt = [int(t) for t in self.corpus.validation[0][: min(16, self.config.model.context)]]
-        tokens = generate(self.engine, prompt, self.config.watch.sample_tokens)
-        if self._rank == 0:
-            text = self.corpus.tokenizer.decode(prompt + tokens)
-            (out / "sample.txt").write_text(text)
-
     def _together(self) -> None:
         """Work that one rank has done is there for all."""
         if self._world_size > 1:
             dist.barrier()
 
 
-class _StopFlag:
-    """SIGTERM and the first ctrl-C ask for an end after the step; a second ctrl-C ends at once."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _StopFlag:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            try:
-                self._before[number] = signal.signal(number, self._on_signal)
-            except ValueError:  # not the main thread
-                break
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.is_set:
-            raise KeyboardInterrupt
-        self.is_set = True
-
-
 def _is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
-
-
-def open_group(config: Config, **where: Any) -> bool:
-    """Opens the default group if there is none, and says whether it did.
-
-    Args:
-        where: init_method, rank and world_size; by default torchrun's environment, or one rank.
-    """
-    if dist.is_initialized():
-        return False
-    if config.run.deterministic:
-        os.environ.setdefault("PYCOMM_DETERMINISTIC", "1")
-    timeout = timedelta(seconds=config.run.timeout_s)
-    if not where and "RANK" not in os.environ:
-        where = {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(config.run.backend, timeout=timeout, **where)
-    return True
-
-
-def _set_up_process(config: Config, rank: int) -> None:
-    cpus = sorted(os.sched_getaffinity(0))
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    torch.set_num_threads(config.run.threads or max(1, len(cpus) // ranks_here))
-    if config.run.pin:
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        os.sched_setaffinity(0, {cpus[local_rank % len(cpus)]})
-    if config.run.deterministic:
-        torch.use_deterministic_algorithms(True)
-
-
-def _open_corpus_once(config: Config) -> Corpus:
-    """One rank of each host makes the file of tokens, the others find it."""
-    is_first = int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0
-    fault: str | None = None
-    corpus: Corpus | None = None
-    if is_first:
-        try:
-            corpus = open_corpus(config.data, config.model.context)
-        except (ValueError, OSError) as error:
-            fault = str(error)
-    faults: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, fault)
-    fault = next((f for f in faults if f), None)
-    if fault:
-        raise ValueError(fault)
-    return corpus or open_corpus(config.data, config.model.context)
 
 
 def _check_model(model: nn.Module | None, config: Config) -> None:
     wanted = config.layout
     if model is not None and max(wanted.tensor, wanted.pipeline, wanted.expert) > 1:
         raise ValueError("a model of one's own can be trained data parallel and with ZeRO")
-
-
-def _slowest(value: float) -> float:
-    tensor = torch.tensor(value, dtype=torch.float64)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(tensor, dist.ReduceOp.MIN)
-    return float(tensor)
-
-
-def _communication_time() -> tuple[float, float]:
-    """Seconds of all operations of this process so far, and seconds that callers waited."""
-    from pycomm._loader import torch_module
-
-    result: tuple[float, float] = torch_module().communication_time()
-    return result

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from pycomm.train.checkpoint import MANIFEST, CheckpointError, Checkpoints, as_state
+from pycomm.train.checkpoint import CheckpointError, Checkpoints, as_state
 from pycomm.train.config import Config
 from pycomm.train.engine import Engine, Progress
+from pycomm.train.manifest import MANIFEST
 from tests.train.runs import (
     ADAM,
     EXPERTS,
