@@ -78,7 +78,8 @@ def run_ranks(
 
 
 class _PassedOn:
-    """Sends SIGTERM to all ranks, and forgives one ctrl-C, which the terminal has sent to them."""
+    """Sends SIGTERM, for a hang-up too, to all ranks, and forgives one ctrl-C, which the terminal
+    has sent to them."""
 
     def __init__(self, ranks: list[BaseProcess]) -> None:
         self._ranks, self._interrupts = ranks, 0
@@ -86,6 +87,7 @@ class _PassedOn:
     def __enter__(self) -> _PassedOn:
         self._before = [
             (signal.SIGTERM, signal.signal(signal.SIGTERM, self._on_terminate)),
+            (signal.SIGHUP, signal.signal(signal.SIGHUP, self._on_terminate)),
             (signal.SIGINT, signal.signal(signal.SIGINT, self._on_interrupt)),
         ]
         return self

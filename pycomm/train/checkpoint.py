@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
+from pycomm.train.agreement import AgreedError
 from pycomm.train.manifest import (
     FORMAT,
     PARTIAL,
@@ -37,6 +38,7 @@ from pycomm.train.manifest import (
     commit,
     names,
     open_checkpoint,
+    put_aside,
     verify,
 )
 
@@ -80,10 +82,11 @@ class Checkpoints:
         """Writes a checkpoint; with `is_async` only copies, and writes in another thread.
 
         Raises:
-            CheckpointError: this one, or the one before, could not be written; on every rank.
+            CheckpointError: this one could not be written, or the one before could not and nobody
+                has asked (then this one is not written either); on every rank.
         """
-        start = time.perf_counter()
         self.wait()
+        start = time.perf_counter()
         self._staged = _copy(tensors, self._staged)
         if self._is_async:
             self._thread = threading.Thread(
@@ -114,38 +117,76 @@ class Checkpoints:
                 return open_checkpoint(path)
             if self._rank == 0:
                 self._say(f"skipping checkpoint {path.name}: {fault}")
+                put_aside(path, "damaged")  # it counts no more, and nothing is lost
         return None
+
+    def set_aside(self) -> None:
+        """Renames the folder of checkpoints, if there is one: a run starts anew.
+
+        Raises:
+            AgreedError: it cannot be renamed.
+        """
+        fault = ""
+        try:
+            if self._rank == 0 and names(self._folder):
+                where = put_aside(self._folder, "before")
+                self._say(f"older checkpoints are in {where}")
+        except OSError as error:
+            fault = str(error)
+        fault = self._agree(fault)
+        if fault:
+            raise AgreedError(f"checkpoints cannot be set aside: {fault}")
+
+    def names_in(self, found: Found) -> set[str]:
+        """Of all tensors in a checkpoint."""
+        reader = HuggingFaceStorageReader(str(found.path))
+        return set(reader.read_metadata().state_dict_metadata)
 
     def load(self, found: Found, tensors: dict[str, torch.Tensor]) -> None:
         """Reads a checkpoint's values into tensors, however they are sharded.
 
         Raises:
-            ValueError: it has no such tensor, or one of another shape.
+            AgreedError: it has no such tensor, one of another shape, or one that no rank wants.
         """
-        known = HuggingFaceStorageReader(str(found.path)).read_metadata().state_dict_metadata
-        for name, tensor in tensors.items():
-            there = known.get(name)
-            if there is None or tuple(getattr(there, "size", ())) != tuple(tensor.shape):
-                size = "nothing" if there is None else tuple(getattr(there, "size", ()))
-                raise ValueError(
-                    f"checkpoint {found.path} has {size} for '{name}', the run wants "
-                    f"{tuple(tensor.shape)}; give another run.out, or the model it was made with"
-                )
+        fault = self._agree(self._misfit(found, tensors))
+        if fault:
+            raise AgreedError(
+                f"checkpoint {found.path}: {fault}; give another run.out, or the model it was "
+                "made with"
+            )
         dcp_load(
             tensors,
             storage_reader=HuggingFaceStorageReader(str(found.path)),
             process_group=self._group,
         )
 
+    def _misfit(self, found: Found, tensors: dict[str, torch.Tensor]) -> str:
+        known = HuggingFaceStorageReader(str(found.path)).read_metadata().state_dict_metadata
+        wanted: list[Any] = [None] * self._size
+        dist.all_gather_object(wanted, list(tensors), group=self._group)
+        unwanted = set(known) - {name for one in wanted for name in one}
+        if unwanted:
+            return f"it has '{min(unwanted)}', which the run has not"
+        for name, tensor in tensors.items():
+            there = known.get(name)
+            if there is None:
+                return f"it has no '{name}'"
+            size = tuple(getattr(there, "size", ()))
+            if size != tuple(tensor.shape):
+                return f"it has {size} for '{name}', the run wants {tuple(tensor.shape)}"
+        return ""
+
     # Writing -------------------------------------------------------------------------------
 
     def _write_safely(self, step: int, state: dict[str, Any]) -> None:
+        partial = self._folder / f"step-{step:08d}{PARTIAL}"
         error: BaseException | None = None
         try:
-            partial = self._folder / f"step-{step:08d}{PARTIAL}"
             self._write(partial, step, state)
         except BaseException as caught:
             error = caught
+            if self._rank == 0:  # what was begun takes no room on a full disk
+                shutil.rmtree(partial, ignore_errors=True)
         self._error = error
 
     def _write(self, partial: Path, step: int, state: dict[str, Any]) -> None:
@@ -170,16 +211,20 @@ class Checkpoints:
             fault = "; ".join(f"rank {r}: {e[0]}" for r, e in error.failures.items())
         self._must(self._agree(fault))
         own: dict[str, Any] = {}
-        for file in sorted(partial.glob("*.safetensors"))[self._rank :: self._size]:
-            own[file.name] = {"bytes": file.stat().st_size, "blake2b": checksum(file)}
+        try:
+            for file in sorted(partial.glob("*.safetensors"))[self._rank :: self._size]:
+                own[file.name] = {"bytes": file.stat().st_size, "blake2b": checksum(file)}
+        except OSError as error:
+            fault = str(error)
+        self._must(self._agree(fault))
         files: list[Any] = [None] * self._size
         dist.all_gather_object(files, own, group=self._group)
         if self._rank == 0:
             try:
                 entries = {name: entry for part in files for name, entry in part.items()}
                 manifest = Manifest(format=FORMAT, step=step, state=state, files=entries)
-                commit(partial, manifest.model_dump_json(indent=1))
-                self._prune()
+                final = commit(partial, manifest.model_dump_json(indent=1))
+                self._prune(final.name)
             except OSError as error:
                 fault = str(error)
         self._must(self._agree(fault))
@@ -188,9 +233,11 @@ class Checkpoints:
         if fault:
             raise CheckpointError(f"no checkpoint was written to {self._folder}: {fault}")
 
-    def _prune(self) -> None:
-        """Keeps the newest few; what was begun and never finished goes too."""
-        for name in names(self._folder)[self._keep :]:
+    def _prune(self, newest: str) -> None:
+        """Keeps the one just written and the newest few others; what was begun and never finished
+        goes too."""
+        others = [name for name in names(self._folder) if name != newest]
+        for name in others[self._keep - 1 :]:
             shutil.rmtree(self._folder / name, ignore_errors=True)
         for path in self._folder.glob(f"step-*{PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)

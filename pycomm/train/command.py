@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import click
 import torch.distributed as dist
 
 from pycomm.launch import Place, run_ranks
+from pycomm.train.agreement import AgreedError
+from pycomm.train.checkpoint import CheckpointError
 from pycomm.train.complete import complete
 from pycomm.train.config import Config
-from pycomm.train.data.corpus import open_corpus
+from pycomm.train.data.corpus import check_length, open_corpus
 from pycomm.train.hosts import HostsPlan, run_on_hosts
 from pycomm.train.layout.build import DTYPES
 from pycomm.train.layout.degrees import Layout, resolve
@@ -42,13 +45,13 @@ def train(config: Config, num_ranks: int) -> int:
         return _train_rank(config, Place.from_environment(pin=config.run.pin))
     prepared = _prepare(config)
     resolve(prepared, num_ranks)
+    first = config
     for attempt in range(config.run.max_restarts + 1):
-        status = run_ranks(
-            lambda place: sys.exit(_train_rank(config, place)),
-            num_ranks,
-            pin=config.run.pin,
-            passes_signals_on=True,
-        )
+        # Whatever the first attempt was told: the others go on.
+        again = config.checkpoint.model_copy(update={"resume": True})
+        config = config.model_copy(update={"checkpoint": again}) if attempt else first
+        body = partial(_train_and_exit, config)
+        status = run_ranks(body, num_ranks, pin=config.run.pin, passes_signals_on=True)
         if status in (0, USAGE, STOPPED, 130) or attempt == config.run.max_restarts:
             break
         click.echo(
@@ -57,6 +60,10 @@ def train(config: Config, num_ranks: int) -> int:
             err=True,
         )
     return status
+
+
+def _train_and_exit(config: Config, place: Place) -> None:
+    sys.exit(_train_rank(config, place))
 
 
 def train_on_hosts(
@@ -98,11 +105,13 @@ def _prepare(config: Config) -> Config:
         bar.update(task, completed=done)
 
     try:
-        corpus = open_corpus(config.data, config.model.context, show)
+        corpus = open_corpus(config.data, show)
     finally:
         if task is not None:
             bar.stop()
-    return complete(config, corpus.tokenizer.vocab_size)
+    config = complete(config, corpus.tokenizer.vocab_size)
+    check_length(corpus, config.model.context)
+    return config
 
 
 def _train_rank(config: Config, place: Place) -> int:
@@ -111,10 +120,19 @@ def _train_rank(config: Config, place: Place) -> int:
         summary = Trainer(config).fit()
         dist.barrier()
         dist.destroy_process_group()
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
+        # What all ranks say, one says; who fails alone says so.
+        if place.rank == 0 or not isinstance(error, AgreedError | FloatingPointError):
+            told = (
+                f"error: rank {place.rank}: {error}" if place.world_size > 1 else f"error: {error}"
+            )
+            told = f"error: {error}" if isinstance(error, AgreedError) else told
+            click.secho(told, err=True, fg="red")
+        return USAGE
+    except CheckpointError as error:
         if place.rank == 0:
             click.secho(f"error: {error}", err=True, fg="red")
-        return USAGE
+        return 1
     if place.rank == 0 and not summary.was_stopped and summary.loss == summary.loss:
         out = config.run.out
         validation = summary.validation_loss

@@ -131,6 +131,7 @@ class OptimizerConfig(Section):
     momentum: float = Field(0.0, ge=0, lt=1)
     clip: float = Field(1.0, ge=0, description="Largest norm of the gradient; 0: no limit.")
     warmup: int = Field(20, ge=0, description="Steps from 0 to lr.")
+    warmup_shape: Literal["linear", "log"] = "linear"
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     min_lr: float = Field(0.1, ge=0, le=1, description="Where the decay ends, as a share of lr.")
 
@@ -142,6 +143,8 @@ class PrecisionConfig(Section):
     loss_scale: float = Field(0.0, ge=0, description="float16: 0 means dynamic.")
     initial_scale_power: int = Field(16, ge=0)
     growth_interval: int = Field(1000, ge=1, description="Good steps before the scale doubles.")
+    hysteresis: int = Field(1, ge=1, description="Bad steps before the scale is halved.")
+    min_loss_scale: float = Field(1.0, gt=0)
 
 
 class CheckpointConfig(Section):
@@ -157,7 +160,7 @@ class RunConfig(Section):
     """The run itself."""
 
     out: Path = Path("run")
-    steps: int = Field(600, ge=1)
+    steps: int = Field(400, ge=1)
     seed: int = Field(0, ge=0)
     deterministic: bool = Field(False, description="Equal bits on every run and resume.")
     backend: str = Field("pycomm", description="Of torch.distributed.")

@@ -19,7 +19,14 @@ _ZERO_ACCEPTED = (
     "stage3_param_persistence_threshold stage3_gather_16bit_weights_on_model_save"
 ).split()
 _TOP_ACCEPTED = ("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer")
-_FP16 = "enabled loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale".split()
+# DeepSpeed's own, where a file leaves them out.
+_OPTIMIZER_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": None,
+    "momentum": 0.0,
+}
 _ONLY_DEEPSPEED = {
     "zero_optimization",
     "gradient_accumulation_steps",
@@ -101,36 +108,45 @@ def _read_optimizer(top: _Table, source: str) -> dict[str, Any]:
     result: dict[str, Any] = {"clip": top.take("gradient_clipping", 0.0)}
     optimizer = top.table("optimizer")
     kind = optimizer.take("type", "AdamW")
-    names = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
+    names = {"AdamW": "adamw", "Adam": "adamw", "SGD": "sgd"}
     if kind not in names:
         raise ValueError(f"{source}: {unknown_key(f'optimizer.type {kind}', kind, list(names))}")
-    result["name"] = names[kind]
     parameters = optimizer.table("params")
-    for key in ("lr", "betas", "eps", "weight_decay", "momentum"):
-        value = parameters.take(key)
-        if value is not None:
-            result[key] = value
-    result.setdefault("weight_decay", 0.01 if kind == "AdamW" else 0.0)
-    parameters.refuse_rest(("torch_adam", "adam_w_mode", "bias_correction"))
+    # DeepSpeed's Adam decays weights as AdamW does, unless it is told otherwise.
+    is_adamw = bool(parameters.take("adam_w_mode", True))
+    result["name"] = names[kind] if is_adamw or kind == "SGD" else "adam"
+    if parameters.take("bias_correction", True) is not True:
+        raise ValueError(f"{source}: optimizer.params.bias_correction false is not there")
+    for key, default in _OPTIMIZER_DEFAULTS.items():
+        result[key] = parameters.take(key, default)
+    if result["weight_decay"] is None:
+        result["weight_decay"] = 0.01 if kind == "AdamW" else 0.0
+    parameters.refuse_rest(("torch_adam",))
     optimizer.refuse_rest()
+    result.update(_read_scheduler(top, source))
+    return result
+
+
+def _read_scheduler(top: _Table, source: str) -> dict[str, Any]:
     scheduler = top.table("scheduler")
     kind = scheduler.take("type")
-    result.update(warmup=0, decay="constant")
     parameters = scheduler.table("params")
+    result: dict[str, Any] = {"warmup": 0, "decay": "constant"}
     if kind is not None:
         if kind not in _SCHEDULERS:
             near = unknown_key(f"scheduler.type {kind}", kind, list(_SCHEDULERS))
             raise ValueError(f"{source}: {near}")
         result["decay"] = _SCHEDULERS[kind]
         result["warmup"] = parameters.take("warmup_num_steps", 1000)
+        result["warmup_shape"] = parameters.take("warmup_type", "log")
         result["_steps"] = parameters.take("total_num_steps")
         lr = parameters.take("warmup_max_lr")
         if lr is not None:
             result["lr"] = lr
-        if parameters.take("warmup_min_lr", 0) not in (0, 0.0, None):
-            raise ValueError(f"{source}: scheduler.params.warmup_min_lr: warm-up starts from 0")
-        result["min_lr"] = parameters.take("cos_min_ratio", 0.0)
-        parameters.take("warmup_type")
+        for key in ("warmup_min_lr", "warmup_min_ratio"):
+            if parameters.take(key, 0):
+                raise ValueError(f"{source}: scheduler.params.{key}: warm-up starts from 0")
+        result["min_lr"] = parameters.take("cos_min_ratio", 1e-4 if "Cosine" in kind else 0.0)
     parameters.refuse_rest()
     scheduler.refuse_rest()
     return result
@@ -151,8 +167,11 @@ def _read_precision(top: _Table, source: str) -> dict[str, Any]:
         result["loss_scale"] = fp16.take("loss_scale", 0.0)
         result["initial_scale_power"] = fp16.take("initial_scale_power", 16)
         result["growth_interval"] = fp16.take("loss_scale_window", 1000)
+        result["hysteresis"] = fp16.take("hysteresis", 2)
+        result["min_loss_scale"] = fp16.take("min_loss_scale", 1)
     bf16.refuse_rest()
-    fp16.refuse_rest(_FP16)
+    others = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis")
+    fp16.refuse_rest(() if is_fp16 else (*others, "min_loss_scale"))
     return result
 
 

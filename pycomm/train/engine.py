@@ -40,8 +40,9 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     samples: int = 0  # consumed, over all ranks and epochs
-    loss_scale: float = 1.0
+    loss_scale: float = 0.0  # of float16, where it is dynamic
     good_steps: int = 0
+    bad_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,9 @@ class Engine:
         self.progress = Progress(
             step + 1,
             self.progress.samples + self.layout.batch,
-            self.scale.value,
+            self.scale.value if self.scale.is_dynamic else 0.0,
             self.scale.good_steps,
+            self.scale.bad_steps,
         )
         seconds = time.perf_counter() - start
         return StepStats(
@@ -229,7 +231,16 @@ class Engine:
     def restore(self, progress: Progress) -> None:
         """Goes on from there; the tensors were read already."""
         self.progress = progress
-        self.scale.value, self.scale.good_steps = progress.loss_scale, progress.good_steps
+        if self.scale.is_dynamic and progress.loss_scale:
+            self.scale.value = progress.loss_scale
+            self.scale.good_steps, self.scale.bad_steps = progress.good_steps, progress.bad_steps
+
+    def share_buffers(self) -> None:
+        """Gives every rank rank 0's buffers of a user's module, as a checkpoint has them."""
+        for part in self.parts:
+            if not isinstance(part.plain, Decoder) and self.layout.world_size > 1:
+                for buffer in part.plain.buffers():
+                    dist.broadcast(buffer, src=0)
 
     def _update(self, lr: float) -> StepResult:
         if self._in_backward is not None:

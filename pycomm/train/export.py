@@ -10,7 +10,7 @@ import torch
 from pycomm.train.checkpoint import load_alone
 from pycomm.train.config import make_config
 from pycomm.train.manifest import newest_alone
-from pycomm.train.model import hugging_face
+from pycomm.train.model import hugging_face_out
 from pycomm.train.model.decoder import Decoder
 
 
@@ -24,7 +24,7 @@ def export(run: Path, folder: Path) -> int:
     if not settings.is_file():
         raise ValueError(f"{run} holds no run: there is no {settings.name}")
     config = make_config(json.loads(settings.read_text()), str(settings))
-    hugging_face.architecture(config.model)
+    hugging_face_out.architecture(config.model)
     found = newest_alone(run / "checkpoints")
     if found is None:
         raise ValueError(f"{run} has no whole checkpoint")
@@ -33,5 +33,5 @@ def export(run: Path, folder: Path) -> int:
         f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()
     }
     load_alone(found, tensors)
-    hugging_face.write(model, folder)
+    hugging_face_out.write(model, folder)
     return found.step

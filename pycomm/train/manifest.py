@@ -87,7 +87,16 @@ def newest_alone(folder: Path) -> Found | None:
     )
 
 
-def commit(partial: Path, manifest: str) -> None:
+def put_aside(path: Path, word: str) -> Path:
+    """Renames a folder to one that counts no more, and returns its new path."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.{word}-{number}")).exists():
+        number += 1
+    path.rename(target)
+    return target
+
+
+def commit(partial: Path, manifest: str) -> Path:
     """Makes a folder of files a checkpoint: manifest, then name, both on the disk."""
     path = partial / MANIFEST
     with path.open("w") as file:
@@ -102,3 +111,4 @@ def commit(partial: Path, manifest: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+    return final

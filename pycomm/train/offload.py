@@ -10,6 +10,7 @@ updated after the backward pass, one after the other.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,27 +52,46 @@ class BackwardOptimizer:
         self.held_bytes_max = 0
 
     def finish(self) -> StepResult:
-        """After it: updates what is left; the result has the norm that the gradient had."""
+        """After it: updates what is left; the result has the norm that the gradient had.
+
+        Raises:
+            FloatingPointError: the gradient was not finite, and parts of it are in the parameters;
+                on every rank.
+        """
+        for held in self._optimizer.held:  # what earlier passes reduced and the last did not touch
+            self._take(held)
         self._submit()
         while self._pending:
             self._retire()
         self._is_on = False
-        return self._optimizer.finish_chunks(self._squares)
+        result = self._optimizer.finish_chunks(self._squares)
+        if not math.isfinite(result.grad_norm):
+            raise FloatingPointError(
+                "the gradient was not finite; with layout.offload it has been applied already: "
+                "start again from the newest checkpoint, with a lower optimizer.lr or without "
+                "layout.offload, which skips such steps"
+            )
+        return result
 
     def _hook_of(self, held: Held) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            if not self._is_on or parameter.grad is None:
-                return
-            grad = local_tensor(parameter.grad)
-            parameter.grad = None
-            self._chunk.append((held, grad))
-            self._chunk_bytes += grad.numel() * grad.element_size()
-            waiting = self._chunk_bytes + sum(size for _, size in self._pending)
-            self.held_bytes_max = max(self.held_bytes_max, waiting)
-            if self._chunk_bytes >= CHUNK_BYTES:
-                self._submit()
+        def hook(_: torch.Tensor) -> None:
+            if self._is_on:
+                self._take(held)
 
         return hook
+
+    def _take(self, held: Held) -> None:
+        parameter = held.parameter
+        if parameter.grad is None:
+            return
+        grad = local_tensor(parameter.grad)
+        parameter.grad = None
+        self._chunk.append((held, grad))
+        self._chunk_bytes += grad.numel() * grad.element_size()
+        waiting = self._chunk_bytes + sum(size for _, size in self._pending)
+        self.held_bytes_max = max(self.held_bytes_max, waiting)
+        if self._chunk_bytes >= CHUNK_BYTES:
+            self._submit()
 
     def _submit(self) -> None:
         if not self._chunk:

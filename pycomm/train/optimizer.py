@@ -19,10 +19,14 @@ from torch.distributed.tensor import DTensor
 from pycomm.train.config import OptimizerConfig
 from pycomm.train.layout.tensor import local_tensor
 
+_STATE_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
 
 def lr_at(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The learning rate of step 0, 1, ...: a linear warm-up, then the decay."""
+    """The learning rate of step 0, 1, ...: a warm-up, then the decay."""
     if step < config.warmup:
+        if config.warmup_shape == "log" and config.warmup > 1:
+            return config.lr * math.log(step + 1) / math.log(config.warmup)
         return config.lr * (step + 1) / config.warmup
     if config.decay == "constant":
         return config.lr
@@ -175,18 +179,21 @@ class Optimizer:
                     result[f"{key}.{h.name}"] = like(value, h.parameter)
         return result
 
-    def make_state(self, steps_done: int) -> None:
-        """Allocates the state as after `steps_done` steps, for a checkpoint to be read into."""
+    def make_state(self, steps_done: int, saved: set[str]) -> None:
+        """Allocates the state that a checkpoint has, for it to be read into.
+
+        Args:
+            saved: names of the checkpoint's tensors; a parameter that never had a gradient has no
+                state.
+        """
         self.steps_done = steps_done
-        keys = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq")}
-        momentum = ("momentum_buffer",) if self.config.momentum and steps_done else ()
         for h in self.held:
-            state: dict[str, Any] = {
-                key: torch.zeros_like(h.local) for key in keys.get(self.config.name, momentum)
-            }
-            if self.config.name != "sgd":
+            keys = [k for k in _STATE_KEYS if f"{k}.{h.name}" in saved]
+            state: dict[str, Any] = {key: torch.zeros_like(h.local) for key in keys}
+            if "exp_avg" in state:
                 state["step"] = torch.tensor(float(steps_done))
-            self.inner.state[h.local] = state
+            if state:
+                self.inner.state[h.local] = state
 
 
 def _first(item: tuple[tuple[str, ...], object]) -> tuple[str, ...]:

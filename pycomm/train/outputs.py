@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -40,16 +42,24 @@ def write_about(engine: Engine, corpus: Corpus | None, flops: float) -> None:
     (config.run.out / "about.json").write_text(json.dumps(about, indent=1))
 
 
-def write_timeline(engine: Engine, step: int) -> None:
+def _write(path: Path, text: str, say: Callable[[str], None]) -> None:
+    """A full disk costs a picture, not the run."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        say(f"warning: {path.name} is not written: {error}")
+
+
+def write_timeline(engine: Engine, step: int, say: Callable[[str], None]) -> None:
     """What every rank did in its last step; collective."""
     rows: list[Any] = [None] * engine.layout.world_size
     dist.all_gather_object(rows, [asdict(span) for span in engine.spans])
     if dist.get_rank() == 0:
         text = json.dumps({"step": step, "ranks": rows})
-        (engine.config.run.out / "timeline.json").write_text(text)
+        _write(engine.config.run.out / "timeline.json", text, say)
 
 
-def write_sample(engine: Engine, corpus: Corpus | None) -> None:
+def write_sample(engine: Engine, corpus: Corpus | None, say: Callable[[str], None]) -> None:
     """A few words of what was learnt; collective."""
     config = engine.config
     if corpus is None or not config.watch.sample_tokens:
@@ -58,4 +68,4 @@ def write_sample(engine: Engine, corpus: Corpus | None) -> None:
     tokens = generate(engine, prompt, config.watch.sample_tokens)
     if dist.get_rank() == 0:
         text = corpus.tokenizer.decode(prompt + tokens)
-        (config.run.out / "sample.txt").write_text(text)
+        _write(config.run.out / "sample.txt", text, say)

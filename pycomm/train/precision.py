@@ -30,6 +30,7 @@ class LossScale:
     config: PrecisionConfig
     value: float = 1.0
     good_steps: int = 0
+    bad_steps: int = 0  # since the scale was last doubled
 
     def __post_init__(self) -> None:
         if self.config.compute == "float16":
@@ -45,10 +46,12 @@ class LossScale:
         if not self.is_dynamic:
             return
         if is_skipped:
-            self.value = max(self.value / 2, 1.0)
             self.good_steps = 0
+            self.bad_steps += 1
+            if self.bad_steps >= self.config.hysteresis:
+                self.value = max(self.value / 2, self.config.min_loss_scale)
             return
         self.good_steps += 1
         if self.good_steps == self.config.growth_interval:
             self.value *= 2
-            self.good_steps = 0
+            self.good_steps = self.bad_steps = 0

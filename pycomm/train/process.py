@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pycomm.train.agreement import AgreedError, alike
 from pycomm.train.config import Config
 from pycomm.train.data.corpus import Corpus, open_corpus
 
 
+def patient_group() -> dist.ProcessGroup:
+    """A group for work that may take long on one rank, such as making tokens: its operations wait
+    for a day. A rank that dies is noticed at once all the same."""
+    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(days=1))
+    return group
+
+
+class FolderLock:
+    """Keeps two runs out of one folder, for as long as this process lives."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError if another run has it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "lock").open("w")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is writing to {folder}; give another run.out") from None
+
+
 class StopFlag:
-    """SIGTERM and the first ctrl-C ask for an end after the step; a second ctrl-C ends at once."""
+    """SIGTERM, SIGHUP and the first ctrl-C ask for an end after the step; a second ctrl-C ends at
+    once. A hang-up is what ssh's end is to a rank on another host."""
 
     def __init__(self) -> None:
         self.is_set = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopFlag:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             try:
                 self._before[number] = signal.signal(number, self._on_signal)
             except ValueError:  # not the main thread
@@ -69,22 +93,29 @@ def set_up_process(config: Config, rank: int) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def open_corpus_once(config: Config) -> Corpus:
-    """One rank of each host makes the file of tokens, the others find it."""
+def open_corpus_once(config: Config, patient: dist.ProcessGroup) -> Corpus:
+    """One rank of each host makes the file of tokens, the others find it; collective.
+
+    Raises:
+        AgreedError: it cannot be made, or hosts have different text.
+    """
     is_first = int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0
-    fault: str | None = None
     corpus: Corpus | None = None
-    if is_first:
-        try:
-            corpus = open_corpus(config.data, config.model.context)
-        except (ValueError, OSError) as error:
-            fault = str(error)
-    faults: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, fault)
-    fault = next((f for f in faults if f), None)
-    if fault:
-        raise ValueError(fault)
-    return corpus or open_corpus(config.data, config.model.context)
+    with alike(patient):
+        if is_first:
+            corpus = open_corpus(config.data)
+    with alike(patient):
+        corpus = corpus or open_corpus(config.data)
+    assert corpus is not None
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, corpus.content, group=patient)
+    if len(set(digests)) > 1:
+        other = next(rank for rank, one in enumerate(digests) if one != digests[0])
+        raise AgreedError(
+            f"ranks 0 and {other} have different text under data.path '{config.data.path}'; every "
+            "host needs the same files"
+        )
+    return corpus
 
 
 def slowest(value: float) -> float:

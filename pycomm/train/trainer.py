@@ -10,33 +10,35 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from pycomm.train.checkpoint import CheckpointError, Checkpoints
+from pycomm.train.agreement import alike
 from pycomm.train.complete import complete
 from pycomm.train.config import Config
-from pycomm.train.data.corpus import Corpus
+from pycomm.train.data.corpus import Corpus, check_length
 from pycomm.train.data.source import Sequences, Source, UserData
-from pycomm.train.engine import Engine, Loss, Progress, StepStats
-from pycomm.train.layout.build import DTYPES, wrap_user_module
+from pycomm.train.engine import Engine, Loss, StepStats
+from pycomm.train.layout.build import DTYPES, initial_values, wrap_user_module
 from pycomm.train.layout.degrees import resolve
 from pycomm.train.layout.mesh import make_meshes
-from pycomm.train.manifest import Found
 from pycomm.train.model.decoder import next_token_loss
 from pycomm.train.outputs import write_about, write_sample, write_timeline
 from pycomm.train.predict import flops_per_token, make_choice, measure_matmul_flops
 from pycomm.train.process import (
+    FolderLock,
     StopFlag,
     communication_time,
     open_corpus_once,
     open_group,
+    patient_group,
     set_up_process,
     slowest,
 )
+from pycomm.train.resume import RunCheckpoints
 from pycomm.train.watch.line import Line
 from pycomm.train.watch.records import Record, Sink, make_sinks
 
@@ -79,17 +81,15 @@ class Trainer:
         self._owns_group = open_group(config)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         set_up_process(config, self._rank)
-        self.corpus: Corpus | None = None
-        source: Source
-        if dataset is None:
-            self.corpus = open_corpus_once(config)
-            config = complete(config, self.corpus.tokenizer.vocab_size)
-            source = Sequences(self.corpus.training, config.model.context)
-        else:
-            source = UserData(dataset)
+        self._patient = patient_group()
+        with alike():
+            self._lock = FolderLock(config.run.out) if self._rank == 0 else None
+        self.corpus = open_corpus_once(config, self._patient) if dataset is None else None
+        with alike():
+            config, source = _complete(config, self.corpus, dataset)
+            _check_model(model, config)
+            self.layout = resolve(config, self._world_size)
         self.config = config
-        self.layout = resolve(config, self._world_size)
-        _check_model(model, config)
         self._flops = slowest(measure_matmul_flops(DTYPES[config.precision.compute]))
         meshes = make_meshes(self.layout)
         parts = None if model is None else [wrap_user_module(model, config, self.layout, meshes)]
@@ -115,35 +115,22 @@ class Trainer:
                 newest checkpoint.
         """
         config, out = self.config, self.config.run.out
-        if self._rank == 0:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "config.json").write_text(config.model_dump_json(indent=1))
-        first = Line(0, 0, 1, enabled=self._rank == 0)
-        checkpoints = Checkpoints(
-            out / "checkpoints",
-            config.checkpoint.keep_last_n,
-            is_async=config.checkpoint.async_save,
-            say=first.say,
-            group=dist.new_group(),
-        )
-        self._resume(checkpoints, first)
-        if self.engine.progress.step >= config.run.steps:
-            first.say(
+        line = Line(config.run.steps, config.watch.every, enabled=self._rank == 0)
+        checkpoints = RunCheckpoints(self.engine, self.corpus, line.say)
+        checkpoints.resume()
+        first = self.engine.progress.step
+        if first >= config.run.steps:
+            line.say(
                 f"nothing is left to do: {out} has its {config.run.steps} steps; give more "
                 "run.steps or another run.out"
             )
-            return Summary(self.engine.progress.step, float("nan"), None, False)
+            return self._leave(Summary(first, float("nan"), None, False))
         sinks: list[Sink] = []
-        if self._rank == 0:
-            sinks = make_sinks(config.watch, out, self.engine.progress.step)
-            write_about(self.engine, self.corpus, self._flops)
-        self._together()
-        line = Line(
-            self.engine.progress.step,
-            config.run.steps,
-            config.watch.every,
-            enabled=self._rank == 0,
-        )
+        with alike(self._patient):
+            if self._rank == 0:
+                (out / "config.json").write_text(config.model_dump_json(indent=1))
+                sinks = make_sinks(config.watch, out, first, line.say)
+                write_about(self.engine, self.corpus, self._flops)
         try:
             with self._stop, line:
                 summary = self._loop(checkpoints, sinks, line)
@@ -151,18 +138,20 @@ class Trainer:
             for sink in sinks:
                 sink.close()
         if not summary.was_stopped:
-            write_sample(self.engine, self.corpus)
+            write_sample(self.engine, self.corpus, line.say)
+        return self._leave(summary)
+
+    def _leave(self, summary: Summary) -> Summary:
         if self._owns_group:
-            self._together()
+            dist.barrier()
             dist.destroy_process_group()
         return summary
 
     # The loop ------------------------------------------------------------------------------
 
-    def _loop(self, checkpoints: Checkpoints, sinks: list[Sink], line: Line) -> Summary:
+    def _loop(self, checkpoints: RunCheckpoints, sinks: list[Sink], line: Line) -> Summary:
         engine, config = self.engine, self.config
-        loss, validation, saved = float("nan"), None, engine.progress.step
-        stats: StepStats | None = None
+        loss, validation = float("nan"), None
         self._communication = communication_time()
         while engine.progress.step < config.run.steps:
             stats = engine.train_step(stop=self._stop.is_set)
@@ -175,17 +164,17 @@ class Trainer:
             for sink in sinks:
                 sink.write(record)
             if step in _TIMELINE_STEPS:
-                write_timeline(self.engine, step)
+                write_timeline(self.engine, step, line.say)
             if is_last or stats.stop or _is_due(step, config.checkpoint.every):
-                self._save(checkpoints, line, step)
-                saved = step
+                checkpoints.save(step)
             if stats.stop:
                 break
-        self._finish_saving(checkpoints, line)
-        was_stopped = stats is not None and stats.stop and engine.progress.step < config.run.steps
+        checkpoints.finish(engine.progress.step)
+        was_stopped = engine.progress.step < config.run.steps
         if was_stopped:
             line.say(
-                f"stopped after step {saved}, which is saved; the same command goes on from there"
+                f"stopped after step {engine.progress.step}, which is saved; the same command goes "
+                "on from there"
             )
         return Summary(engine.progress.step, loss, validation, was_stopped)
 
@@ -231,63 +220,20 @@ class Trainer:
             is_skipped=stats.is_skipped,
         )
 
-    # Checkpoints ---------------------------------------------------------------------------
 
-    def _resume(self, checkpoints: Checkpoints, line: Line) -> None:
-        if not self.config.checkpoint.resume:
-            return
-        found = checkpoints.newest()
-        if found is None:
-            return
-        self._check_same_run(found)
-        progress = Progress(**found.state["progress"])
-        self.engine.optimizer.make_state(found.state["optimizer_steps"])
-        checkpoints.load(found, self.engine.tensors())
-        self.engine.restore(progress)
-        line.say(f"going on after step {progress.step} of {found.path}")
-
-    def _check_same_run(self, found: Found) -> None:
-        """Other data, seed or batch under the same cursor would be another run."""
-        for name, value in self._identity().items():
-            there = found.state["identity"].get(name)
-            if there != value:
-                raise ValueError(
-                    f"checkpoint {found.path} was made with {name} {there}, this run has {value}; "
-                    "give another run.out, or checkpoint.resume=false to start anew"
-                )
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "data": self.corpus.digest if self.corpus else f"{len(self.engine.source)} samples",
-            "run.seed": self.config.run.seed,
-            "model.context": self.config.model.context,
-            "optimizer.name": self.config.optimizer.name,
-        }
-
-    def _save(self, checkpoints: Checkpoints, line: Line, step: int) -> None:
-        engine = self.engine
-        state = {
-            "progress": asdict(engine.progress),
-            "optimizer_steps": engine.optimizer.steps_done,
-            "identity": self._identity(),
-            "layout": self.layout.describe(),
-        }
-        try:
-            checkpoints.save(step, engine.tensors(), state)
-        except CheckpointError as error:
-            line.say(f"warning: {error}; the run goes on, older checkpoints are as they were")
-
-    def _finish_saving(self, checkpoints: Checkpoints, line: Line) -> None:
-        try:
-            checkpoints.wait()
-        except CheckpointError as error:
-            line.say(f"error: {error}")
-            raise
-
-    def _together(self) -> None:
-        """Work that one rank has done is there for all."""
-        if self._world_size > 1:
-            dist.barrier()
+def _complete(
+    config: Config, corpus: Corpus | None, dataset: Sequence[Any] | None
+) -> tuple[Config, Source]:
+    """The configuration with what the data and given weights say, and where samples come from."""
+    if corpus is None:
+        assert dataset is not None
+        if not len(dataset):
+            raise ValueError("the dataset is empty")
+        return config, UserData(dataset)
+    config = complete(config, corpus.tokenizer.vocab_size)
+    check_length(corpus, config.model.context)
+    initial_values(config)  # that the weights' files are there
+    return config, Sequences(corpus.training, config.model.context)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from pycomm.train.config import Config, make_config
 from pycomm.train.deepspeed import from_deepspeed
 from pycomm.train.files import load_config
 from pycomm.train.layout.degrees import resolve
+from pycomm.train.optimizer import lr_at
+from pycomm.train.precision import LossScale
 
 DEEPSPEED: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -115,6 +118,21 @@ def test_deepspeeds_keys(tmp_path: Path) -> None:
         0.05,
     )
     assert (o.clip, o.decay, o.warmup, config.run.steps) == (1.0, "linear", 10, 500)
+    assert o.warmup_shape == "log"  # as DeepSpeed's is by default
+
+
+def test_deepspeeds_defaults_are_deepspeeds() -> None:
+    plain = make_config(from_deepspeed({"optimizer": {"type": "Adam"}})).optimizer
+    assert (plain.name, plain.lr, plain.betas, plain.weight_decay) == (
+        "adamw",
+        1e-3,
+        (0.9, 0.999),
+        0,
+    )
+    old = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}
+    assert make_config(from_deepspeed(old)).optimizer.name == "adam"
+    fp16 = make_config(from_deepspeed({"fp16": {"enabled": True}})).precision
+    assert (fp16.hysteresis, fp16.min_loss_scale, fp16.growth_interval) == (2, 1, 1000)
 
 
 def test_deepspeeds_float16() -> None:
@@ -147,6 +165,8 @@ def change(path: str, value: Any) -> dict[str, Any]:
         ("scheduler.type", "OneCycle", "there is no 'scheduler.type OneCycle'"),
         ("fp16", {"enabled": True}, "bf16 and fp16 are both enabled"),
         ("amp", {"enabled": True}, "there is no 'amp'"),
+        ("optimizer.params.bias_correction", False, "bias_correction false is not there"),
+        ("scheduler.params.warmup_min_lr", 1e-5, "warm-up starts from 0"),
         ("optimizer", 3, "'optimizer' is not a table"),
     ],
 )
@@ -154,6 +174,28 @@ def test_what_deepspeed_has_not_or_we_have_not_is_refused(path: str, value: Any,
     with pytest.raises(ValueError, match="") as caught:
         from_deepspeed(change(path, value))
     assert told in str(caught.value)
+
+
+def test_a_loss_scale_waits_out_its_hysteresis() -> None:
+    config = make_config({"precision": {"compute": "float16", "hysteresis": 2}}).precision
+    scale = LossScale(config)
+    values = []
+    for is_skipped in (True, True, True, False, True):
+        scale.update(is_skipped)
+        values.append(scale.value / 2**16)
+    assert values == [1, 0.5, 0.25, 0.25, 0.125]
+
+
+def test_warm_ups() -> None:
+    linear, log = (
+        make_config({"optimizer": {"lr": 1.0, "warmup": 10, "warmup_shape": shape}}).optimizer
+        for shape in ("linear", "log")
+    )
+    assert [lr_at(linear, s, 100) for s in (0, 4, 9)] == [0.1, 0.5, 1.0]
+    assert lr_at(log, 0, 100) == 0
+    assert lr_at(log, 9, 100) == 1.0
+    assert lr_at(log, 4, 100) == pytest.approx(math.log(5) / math.log(10))
+    assert lr_at(linear, 100, 100) == pytest.approx(0.1)  # min_lr
 
 
 def test_every_key_says_what_it_means_or_is_plain() -> None:
@@ -170,7 +212,7 @@ def test_every_key_says_what_it_means_or_is_plain() -> None:
         "compute",
     }
     plain |= {"momentum", "decay", "initial_scale_power", "keep_last_n", "out", "steps", "seed"}
-    plain |= {"schedule", "validation_sequences", "tensorboard"}
+    plain |= {"schedule", "validation_sequences", "tensorboard", "warmup_shape", "min_loss_scale"}
     for section, field in Config.model_fields.items():
         assert field.annotation is not None
         for name, entry in field.annotation.model_fields.items():

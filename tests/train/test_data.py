@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pycomm.train.config import DataConfig
-from pycomm.train.data.corpus import bigram_loss, documents, find_files, open_corpus
+from pycomm.train.data.corpus import bigram_loss, check_length, documents, find_files, open_corpus
 from pycomm.train.data.cursor import permute, samples_at, samples_of_rank
 from pycomm.train.data.source import Sequences
 from pycomm.train.data.tokens import ByteTokenizer, Gpt2Tokenizer
@@ -92,7 +92,13 @@ def test_files_folders_globs_and_jsonl(tmp_path: Path) -> None:
         find_files(str(folder / "nothing"))
 
 
-@pytest.mark.parametrize("line", ["not json", '{"other": 1}', "[1]", '"text"', "5"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("not json", '{"other": 1}', "[1]", '"text"', "5"),
+        *('{"text": null}', '{"text": ["a"]}', '{"text": "\\ud800"}'),
+    ],
+)
 def test_a_bad_line_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "good"}\n' + line + "\n")
@@ -105,16 +111,30 @@ def test_a_corpus_is_made_once_and_again_when_a_file_changes(tmp_path: Path) -> 
     path.write_bytes(bytes(range(250)) * 20)
     calls: list[int] = []
     config = DataConfig(path=str(path))
-    first = open_corpus(config, 16, lambda done, total: calls.append(done))
-    again = open_corpus(config, 16, lambda done, total: calls.append(done))
+    first = open_corpus(config, lambda done, total: calls.append(done))
+    again = open_corpus(config, lambda done, total: calls.append(done))
     assert calls == [5000]
     assert np.array_equal(first.tokens, again.tokens)
     assert first.tokens[:250].tolist() == list(range(250))
     assert first.tokens[-1] == ByteTokenizer.end_of_text
     path.write_bytes(b"y" * 6000)
-    assert open_corpus(config, 16).tokens[0] == ord("y")
+    assert open_corpus(config).tokens[0] == ord("y")
     with pytest.raises(ValueError, match="training needs at least"):
-        open_corpus(config, 1000)
+        check_length(open_corpus(config), 1000)
+
+
+def test_the_same_text_has_the_same_digest_wherever_and_whenever_it_lies(tmp_path: Path) -> None:
+    contents = []
+    for name, text in (("a", b"x" * 5000), ("b", b"x" * 5000), ("c", b"x" * 5001)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_bytes(text)
+        contents.append(open_corpus(DataConfig(path=str(tmp_path / name))).content)
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_no_samples_are_an_error_not_a_hang() -> None:
+    with pytest.raises(ValueError, match="there are no samples"):
+        samples_at(0, 4, 0, 0)
 
 
 def test_a_full_disk_leaves_no_half_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,14 +145,14 @@ def test_a_full_disk_leaves_no_half_corpus(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        open_corpus(DataConfig(path=str(path)), 16, fail)
+        open_corpus(DataConfig(path=str(path)), fail)
     assert list((tmp_path / "cache" / "pycomm" / "corpora").iterdir()) == []
 
 
 def test_training_and_validation_share_no_token(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_bytes(np.random.default_rng(0).bytes(1 << 18))
-    corpus = open_corpus(DataConfig(path=str(path), validation=0.1), 16)
+    corpus = open_corpus(DataConfig(path=str(path), validation=0.1))
     sizes = [sum(len(s) for s in part) for part in (corpus.training, corpus.validation)]
     assert sum(sizes) == len(corpus.tokens)
     assert sizes[1] == pytest.approx(0.1 * len(corpus.tokens), rel=0.01)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from pycomm.train.config import Config, make_config
-from pycomm.train.data.source import UserData
+from pycomm.train.data.source import Sequences, UserData
 from pycomm.train.engine import Engine
 from pycomm.train.layout.build import wrap_user_module
 from pycomm.train.layout.degrees import resolve
@@ -21,6 +21,7 @@ from pycomm.train.layout.mesh import make_meshes
 from pycomm.train.layout.tensor import local_tensor
 from pycomm.train.model.decoder import Decoder, initialise
 from pycomm.train.model.experts import Experts
+from pycomm.train.offload import CHUNK_BYTES, CHUNKS_MAX
 from tests.train.runs import (
     ADAM,
     EXPERTS,
@@ -28,6 +29,7 @@ from tests.train.runs import (
     LLAMA,
     LLAMA_EXPERTS,
     SGD,
+    TOKENS,
     alone,
     config,
     engine_of,
@@ -48,7 +50,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "zero3_accumulation": (2, {"zero": 3}, GPT, IN_PARTS),
     "zero3_adam": (4, {"zero": 3}, GPT, {"optimizer": ADAM}),
     "zero1_in_flight": (2, {"zero": 1, "overlap": "on"}, GPT, IN_PARTS),
-    "zero2_in_flight": (2, {"zero": 2, "overlap": "on"}, GPT, IN_PARTS),
+    "zero2_in_flight": (2, {"zero": 2, "overlap": "on"}, GPT, {}),
+    "zero2_waited_for": (2, {"zero": 2, "overlap": "on"}, GPT, IN_PARTS),
     "zero3_in_flight": (4, {"zero": 3, "overlap": "on"}, LLAMA, {}),
     "zero3_offload": (2, {"zero": 3, "offload": True}, GPT, {"optimizer": UNCLIPPED}),
     "zero3_offload_in_flight": (
@@ -213,30 +216,125 @@ def test_an_expert_takes_no_more_than_its_capacity() -> None:
     assert of_first.tolist() == [*range(capacity), *range(16, 16 + capacity)]
 
 
-def make_net() -> nn.Module:
-    torch.manual_seed(3)
-    hidden = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
-    return nn.Sequential(hidden, nn.Linear(16, 3))
+class Net(nn.Module):
+    """Layers, one that every second half of a step does not use, and a buffer."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.hidden = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.extra = nn.ModuleList([nn.Linear(16, 16)])
+        self.out = nn.Linear(16, 3)
+        self.register_buffer("seen", torch.zeros(8))
+        self.passes, self.half = 0, 2 // world_size  # a step is four passes on one rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden(x)
+        if self.passes // self.half % 2 == 0:
+            hidden = hidden + self.extra[0](hidden)
+        self.passes += 1
+        self.get_buffer("seen").add_(x.detach().mean(0))
+        out: torch.Tensor = self.out(hidden)
+        return out
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_module_and_a_dataset_of_ones_own(zero: int) -> None:
+def make_net(world_size: int, seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net(world_size)
+
+
+OWN = [{"zero": z} for z in (0, 1, 2, 3)]
+OWN += [{"zero": 3, "overlap": "on"}, {"zero": 2, "offload": True}]
+OWN += [{"zero": 3, "offload": True, "overlap": "on"}]
+
+
+@pytest.mark.parametrize("layout", OWN, ids=str)
+def test_a_module_and_a_dataset_of_ones_own(layout: dict[str, Any]) -> None:
     torch.manual_seed(5)
     data = [(torch.randn(8), torch.randn(3)) for _ in range(50)]
     settings = make_config(
-        {"layout": {"zero": zero}, "batch": {"size": 12, "micro": 3}, "optimizer": SGD}
+        {"layout": layout, "batch": {"size": 12, "micro": 3}, "optimizer": UNCLIPPED}
     )
 
     def body(rank: int, world: int, own: Config = settings) -> Any:
         layout = resolve(own, world)
         meshes = make_meshes(layout)
-        part = wrap_user_module(make_net(), own, layout, meshes)
+        net = make_net(world, 3 + rank)  # rank 0's values count
+        part = wrap_user_module(net, own, layout, meshes)
         engine = Engine(own, layout, meshes, UserData(data), parts=[part], loss=F.mse_loss)
         return numbers(train(engine)).tolist()
 
-    expected = in_ranks(1, body).results[0]
+    one = settings.model_copy(update={"layout": Config().layout})
+    expected = in_ranks(1, lambda rank, world: body(rank, world, one)).results[0]
     for result in in_ranks(2, body).results.values():
         assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_sixteen_bit_parameters_of_ones_own(overlap: str) -> None:
+    """Their gradients are cast as soon as a reduction returns: they must be there by then."""
+    torch.manual_seed(5)
+    data = [(torch.randn(8).bfloat16(), torch.randn(3).bfloat16()) for _ in range(50)]
+
+    def body(rank: int, world: int) -> Any:
+        values = {"layout": {"zero": 3, "overlap": overlap}, "precision": {"compute": "bfloat16"}}
+        own = make_config(values | {"batch": {"size": 12}, "optimizer": SGD})
+        layout = resolve(own, world)
+        meshes = make_meshes(layout)
+        part = wrap_user_module(make_net(2).bfloat16(), own, layout, meshes)
+        engine = Engine(own, layout, meshes, UserData(data), parts=[part], loss=F.mse_loss)
+        return numbers(train(engine, 3)).tolist()
+
+    norms = torch.tensor(in_ranks(2, body).results[0])[:, 1]
+    assert bool((norms < 50).all())
+
+
+def test_an_offloaded_gradient_that_is_not_finite_ends_the_run_on_all() -> None:
+    settings = config(GPT, layout={"zero": 3, "offload": True}, optimizer=UNCLIPPED)
+
+    def body(rank: int, world: int) -> None:
+        engine = engine_of(settings, world)
+        loss = engine._loss
+        engine._loss = lambda y, t: loss(y, t) * (float("inf") if rank else 1)
+        with pytest.raises(FloatingPointError, match="not finite"):
+            engine.train_step()
+
+    in_ranks(2, body)
+
+
+def test_held_gradients_are_bounded() -> None:
+    model = GPT | {"layers": 6, "channels": 512, "heads": 4}
+    settings = config(model, layout={"zero": 3, "offload": True}, optimizer=ADAM | {"clip": 0.0})
+
+    def body(rank: int, world: int) -> tuple[int, int]:
+        engine = engine_of(settings, world)
+        engine.train_step()
+        own = sum(local_tensor(p).numel() * 4 for _, p, _ in engine.named_parameters())
+        assert engine._in_backward is not None
+        return engine._in_backward.held_bytes_max, own
+
+    held, own = in_ranks(2, body).results[0]
+    assert held < 0.8 * own
+    assert held <= (CHUNKS_MAX + 2) * CHUNK_BYTES
+
+
+EVERYWHERE = ["zero3", "sequence", "1f1b", "interleaved", "data_tensor_pipeline", "expert_zero3"]
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_validation_and_next_tokens_are_those_of_one_process(name: str) -> None:
+    num_ranks, layout, model, _ = LAYOUTS[name]
+    source = Sequences([TOKENS], model["context"])
+
+    def body(rank: int, world: int, settings: Config) -> Any:
+        engine = engine_of(settings, world)
+        logits = engine.next_logits([1, 2, 3])
+        return engine.evaluate(source, 64), logits.tolist()
+
+    shared, one = config(model, layout=layout), config(model)
+    results = in_ranks(num_ranks, lambda r, w: body(r, w, shared)).results
+    expected = in_ranks(1, lambda r, w: body(r, w, one)).results[0]
+    for result in results.values():
+        assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_tensor_parallel_layer_costs_two_all_reduces_each_way() -> None:

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from pycomm.train.complete import complete
 from pycomm.train.config import Config, make_config
-from pycomm.train.model import hugging_face
+from pycomm.train.model import hugging_face_out
 from pycomm.train.model.decoder import Decoder, initialise
 from tests.train.runs import GPT, LLAMA, config, engine_of, in_ranks
 
@@ -44,7 +44,7 @@ def test_their_model_computes_our_logits(name: str, tmp_path: Path) -> None:
     settings = make_config({"model": MODELS[name]}).model
     ours = Decoder(settings)
     initialise(ours, 0)
-    hugging_face.write(randomised(ours).eval(), tmp_path)
+    hugging_face_out.write(randomised(ours).eval(), tmp_path)
     theirs = theirs_of(tmp_path)
     tokens = torch.randint(0, 64, (2, 16))
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_a_run_starts_from_their_weights(name: str, layout: dict[str, Any], tmp_
     """The first loss of a run, in any layout, is the loss of their model."""
     source = Decoder(make_config({"model": MODELS[name]}).model)
     initialise(source, 0)
-    hugging_face.write(randomised(source), tmp_path)
+    hugging_face_out.write(randomised(source), tmp_path)
     settings = complete(make_config({"model": {"weights": str(tmp_path)}}), 64)
     own: Config = config(settings.model.model_dump(), layout=layout, optimizer={"warmup": 1})
     num_ranks = 4 if layout else 1
@@ -76,7 +76,7 @@ def test_a_run_starts_from_their_weights(name: str, layout: dict[str, Any], tmp_
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = Decoder(make_config({"model": GPT}).model)
     initialise(model, 0)
-    hugging_face.write(model, tmp_path)
+    hugging_face_out.write(model, tmp_path)
 
     def completed(**given: Any) -> Config:
         return complete(make_config({"model": {"weights": str(tmp_path), **given}}), 64)
@@ -93,5 +93,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(there | {"model_type": "bert"}))
     with pytest.raises(ValueError, match="is of type 'bert'; gpt2, llama, mixtral are known"):
         completed()
+    there = hugging_face_out.config_for(make_config({"model": LLAMA}).model)
+    for change, told in (
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rotary positions of type 'llama3'"),
+        ({"rope_scaling": {"type": "linear"}}, "rotary positions of type 'linear'"),
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"head_dim": 16}, "heads of 16 channels"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(there | change))
+        with pytest.raises(ValueError, match=told):
+            completed()
     with pytest.raises(ValueError, match="no Hugging Face architecture"):
-        hugging_face.architecture(make_config({"model": GPT | {"norm": "rmsnorm"}}).model)
+        hugging_face_out.architecture(make_config({"model": GPT | {"norm": "rmsnorm"}}).model)

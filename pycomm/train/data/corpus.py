@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,12 +68,15 @@ def documents(files: list[Path], text_key: str) -> Iterator[bytes]:
                     continue
                 try:
                     text = json.loads(line)[text_key]
+                    if not isinstance(text, str):
+                        raise TypeError
+                    document = text.encode()
                 except (ValueError, KeyError, TypeError) as error:
-                    kind = "no such field" if isinstance(error, KeyError | TypeError) else "no JSON"
+                    kind = "no text there" if isinstance(error, KeyError | TypeError) else "no JSON"
                     raise ValueError(
                         f"{path}:{number}: {kind} (data.text_key '{text_key}')"
                     ) from None
-                yield str(text).encode()
+                yield document
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Corpus:
     tokens: Tokens
     validation_share: float
     tokenizer: Tokenizer
-    digest: str
+    content: str  # digest of the tokens; the same text has the same on every host
 
     @property
     def training(self) -> list[Tokens]:
@@ -102,38 +106,40 @@ class Corpus:
         return [(s, max(1, int(len(s) * self.validation_share))) for s in stretches]
 
 
-def open_corpus(
-    config: DataConfig, context: int, progress: Callable[[int, int], None] | None = None
-) -> Corpus:
+def open_corpus(config: DataConfig, progress: Callable[[int, int], None] | None = None) -> Corpus:
     """Tokenises what is not in the cache yet, and maps it.
 
     Args:
         progress: called with (bytes done, bytes in all) while tokens are made.
 
     Raises:
-        ValueError: no files, a bad line, or too little text for a few sequences of `context`.
+        ValueError: no files, or a bad line.
     """
     tokenizer = get_tokenizer(config.tokenizer)
     files = find_files(config.path)
-    digest = _digest(files, config, tokenizer)
+    key = _key(files, config, tokenizer)
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pycomm" / "corpora"
-    path = folder / f"{digest}.bin"
+    path = folder / f"{key}.bin"
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    if not path.exists():
+    if not (path.exists() and path.with_suffix(".digest").exists()):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _write(path, files, config, tokenizer, dtype, progress)
-    size = path.stat().st_size // np.dtype(dtype).itemsize
+    tokens: Any = np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+    content = path.with_suffix(".digest").read_text()
+    return Corpus(tokens, config.validation, tokenizer, content)
+
+
+def check_length(corpus: Corpus, context: int) -> None:
+    """Raises ValueError where there is too little text for a few sequences."""
     needed = 20 * (context + 1)
-    if size < needed:
+    if len(corpus.tokens) < needed:
         raise ValueError(
-            f"the text has {size} tokens, training needs at least {needed}; "
+            f"the text has {len(corpus.tokens)} tokens, training needs at least {needed}; "
             "give more with data.path"
         )
-    tokens: Tokens = np.memmap(path, dtype, "r")
-    return Corpus(tokens, config.validation, tokenizer, digest)
 
 
-def _digest(files: list[Path], config: DataConfig, tokenizer: Tokenizer) -> str:
+def _key(files: list[Path], config: DataConfig, tokenizer: Tokenizer) -> str:
     parts = [f"{_FORMAT} {tokenizer.name} {config.text_key}"]
     for path in files:
         stat = path.stat()
@@ -152,15 +158,19 @@ def _write(
     """Whole or not at all: two runs may do it at once, and the disk may be full."""
     total = sum(file.stat().st_size for file in files)
     done = 0
+    content = hashlib.blake2b(digest_size=12)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "wb") as out:
             for document in documents(files, config.text_key):
                 tokens = np.append(tokenizer.encode(document), np.uint32(tokenizer.end_of_text))
-                out.write(tokens.astype(dtype).tobytes())
+                data = tokens.astype(dtype).tobytes()
+                out.write(data)
+                content.update(data)
                 done += len(document)
                 if progress is not None:
                     progress(min(done, total), total)
+        path.with_suffix(".digest").write_text(content.hexdigest())
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

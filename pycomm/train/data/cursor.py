@@ -29,6 +29,8 @@ def _mix(x: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
 
 def permute(places: Int, num_samples: int, seed: int, epoch: int) -> Int:
     """The samples at some places of an epoch's order; a bijection of 0 .. num_samples - 1."""
+    if num_samples < 1:
+        raise ValueError("there are no samples")
     half_bits = max(1, -(-(num_samples - 1).bit_length() // 2))
     mask = np.uint64((1 << half_bits) - 1)
     shift = np.uint64(half_bits)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -79,16 +80,23 @@ def build_parts(config: Config, layout: Layout, meshes: Meshes) -> list[Part]:
 
 def wrap_user_module(module: nn.Module, config: Config, layout: Layout, meshes: Meshes) -> Part:
     """Data parallel or ZeRO for a module that we did not make: the layers of its lists and
-    sequences are gathered one at a time."""
+    sequences are gathered one at a time. Rank 0's values count."""
     if meshes.data is None:
         return Part(module, module, 0)
+    if layout.zero:  # DDP does it itself
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
     if layout.zero == 0:
-        return Part(
-            DistributedDataParallel(module, process_group=meshes.data.get_group()), module, 0
+        wrapped = DistributedDataParallel(
+            module, process_group=meshes.data.get_group(), find_unused_parameters=True
         )
+        return Part(wrapped, module, 0)
     for layer in _layers_of(module):
         _shard(layer, config, layout, meshes)
     _shard(module, config, layout, meshes)
+    for child in module.modules():  # a layer that one rank did not use is reduced by all
+        if isinstance(child, FSDPModule):
+            child.set_reduce_scatter_unused_params(True)
     return _finish_part(module, _layers_of(module), config, layout, 0)
 
 
@@ -99,7 +107,10 @@ def _finish_part(
     spans_hosts = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)) < layout.world_size
     is_wanted = wanted == "on" or (wanted == "auto" and spans_hosts)
     is_sharded = isinstance(module, FSDPModule) and layout.zero > 0
-    if not (is_wanted and is_sharded and layout.pipeline == 1):
+    # FSDP2 casts and divides other gradients before anyone could wait for them.
+    is_plain = all(p.dtype == torch.float32 for p in module.parameters())
+    is_plain = is_plain and config.precision.compute != "float16"
+    if not (is_wanted and is_sharded and is_plain and layout.pipeline == 1):
         return Part(module, module, stage)
     reductions = put_in_flight(cast(FSDPModule, module), list(layers))
     return Part(module, module, stage, reductions, has_one_pass=layout.passes == 1)

@@ -28,7 +28,8 @@ class ReductionsInFlight(ReduceScatter):
 
     FSDP2 makes the gradient a view of the output as soon as this returns: right where a step has
     one reduction for each layer. A second one would be added to it at once, so where reductions
-    accumulate (`is_deferred` False) they are waited for.
+    accumulate (`is_deferred` False) they are waited for. It is for float32 gradients of float32
+    parameters: others FSDP2 casts or divides as soon as this returns.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class ReductionsInFlight(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Begins a reduction. FSDP2 holds the tensors until the next step."""
+        """Begins a reduction; the Work holds the tensors."""
         work = dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=op, group=group, async_op=self.is_deferred
         )

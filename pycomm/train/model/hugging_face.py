@@ -1,4 +1,4 @@
-"""Weights in and out as Hugging Face's safetensors: GPT-2, Llama and Mixtral.
+"""Weights from Hugging Face's safetensors: GPT-2, Llama and Mixtral.
 
 Our fused projection holds its rows by key-value group (see Attention); GPT-2 holds all queries, all
 keys, all values, and its matrices transposed; Llama holds three matrices.
@@ -7,14 +7,13 @@ keys, all values, and its matrices transposed; Llama holds three matrices.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pycomm.train.config import ModelConfig
-from pycomm.train.model.decoder import Decoder
 
 Get = Callable[[str], torch.Tensor]
 
@@ -90,6 +89,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     kind = read_type(folder)
     there = json.loads((folder / "config.json").read_text())
     if kind == "gpt2":
+        if there.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
+            raise ValueError(f"model.weights: {folder} has another activation than gelu_new")
         return {
             "layers": there["n_layer"],
             "channels": there["n_embd"],
@@ -99,8 +100,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             "vocab_size": there["vocab_size"],
             "norm_eps": there.get("layer_norm_epsilon", 1e-5),
         }
-    if there.get("rope_scaling"):
-        raise ValueError(f"model.weights: {folder} scales its rotary positions, which is not known")
+    _refuse_unknown_parts(folder, there)
     result = {
         "layers": there["num_hidden_layers"],
         "channels": there["hidden_size"],
@@ -124,6 +124,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     return result
 
 
+def _refuse_unknown_parts(folder: Path, there: dict[str, Any]) -> None:
+    """What would change the numbers without a word."""
+    rope = there.get("rope_parameters") or there.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    heads = there["num_attention_heads"]
+    head = there.get("head_dim") or there["hidden_size"] // heads
+    for is_unknown, what in (
+        (kind != "default", f"rotary positions of type '{kind}'"),
+        (there.get("attention_bias") or there.get("mlp_bias"), "biases"),
+        (there.get("hidden_act", "silu") != "silu", f"activation '{there.get('hidden_act')}'"),
+        (head * heads != there["hidden_size"], f"heads of {head} channels"),
+        (there.get("sliding_window"), "a sliding window"),
+    ):
+        if is_unknown:
+            raise ValueError(f"model.weights: {folder} has {what}, which is not known here")
+
+
 def _rope_base(there: dict[str, Any]) -> float:
     nested = there.get("rope_parameters") or {}
     return float(there.get("rope_theta") or nested.get("rope_theta") or 10_000.0)
@@ -136,15 +153,7 @@ def _fuse(config: ModelConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     return torch.cat(parts, 1).reshape(-1, *rest)
 
 
-def _split(config: ModelConfig, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    groups, d, rest = config.num_kv_heads, config.head_channels, qkv.shape[1:]
-    each = config.heads // groups
-    by_group = qkv.reshape(groups, each + 2, d, *rest)
-    parts = (by_group[:, :each], by_group[:, each : each + 1], by_group[:, each + 1 :])
-    return tuple(part.reshape(-1, *rest) for part in parts)
-
-
-_GPT2 = {
+GPT2 = {
     "embedding.tokens.weight": "wte.weight",
     "embedding.positions": "wpe.weight",
     "norm": "ln_f",
@@ -155,7 +164,7 @@ _GPT2 = {
     "ffn.up": "mlp.c_fc",
     "ffn.down": "mlp.c_proj",
 }
-_LLAMA = {
+LLAMA = {
     "embedding.tokens.weight": "model.embed_tokens.weight",
     "output.weight": "lm_head.weight",
     "norm": "model.norm",
@@ -167,10 +176,11 @@ _LLAMA = {
     "ffn.down": "mlp.down_proj",
     "ffn.router": "block_sparse_moe.gate",
 }
-_MIXTRAL = {"gate": "w1", "down": "w2", "up": "w3"}
+MIXTRAL = {"gate": "w1", "down": "w2", "up": "w3"}
 
 
-def _their_name(name: str, table: dict[str, str], layers: str) -> str:
+def their_name(name: str, table: dict[str, str], layers: str) -> str:
+    """What Hugging Face calls one of our parameters."""
     if name in table:
         return table[name]
     module, _, kind = name.rpartition(".")
@@ -181,7 +191,7 @@ def _their_name(name: str, table: dict[str, str], layers: str) -> str:
 
 
 def _gpt2(name: str, config: ModelConfig, get: Get) -> torch.Tensor:
-    value = get(_their_name(name, _GPT2, "h"))
+    value = get(their_name(name, GPT2, "h"))
     is_matrix = value.dim() == 2 and name.startswith("blocks.")
     value = value.t() if is_matrix else value
     return _fuse(config, *value.chunk(3)) if ".qkv." in name else value
@@ -195,113 +205,6 @@ def _llama(name: str, config: ModelConfig, get: Get) -> torch.Tensor:
     if ".ffn.weights." in name:
         _, layer, *_, kind = name.split(".")
         prefix = f"model.layers.{layer}.block_sparse_moe.experts"
-        experts = [get(f"{prefix}.{e}.{_MIXTRAL[kind]}.weight") for e in range(config.experts)]
+        experts = [get(f"{prefix}.{e}.{MIXTRAL[kind]}.weight") for e in range(config.experts)]
         return torch.stack([expert.t() for expert in experts])
-    return get(_their_name(name, _LLAMA, "model.layers"))
-
-
-def architecture(config: ModelConfig) -> str:
-    """The Hugging Face model type of a configuration.
-
-    Raises:
-        ValueError: none has this combination of parts.
-    """
-    has_llama_parts = (config.norm, config.positions, config.activation, config.bias) == (
-        "rmsnorm",
-        "rope",
-        "swiglu",
-        False,
-    )
-    has_gpt2_parts = (config.norm, config.positions, config.activation, config.bias) == (
-        "layernorm",
-        "learned",
-        "gelu",
-        True,
-    )
-    if has_llama_parts:
-        return "mixtral" if config.experts else "llama"
-    is_plain = not config.experts and config.tied and config.num_kv_heads == config.heads
-    if has_gpt2_parts and is_plain:
-        return "gpt2"
-    raise ValueError(
-        "no Hugging Face architecture that is known here has this model's parts: gpt2 is "
-        "layernorm, learned, gelu, bias, tied; llama is rmsnorm, rope, swiglu, no bias; mixtral is "
-        "llama with experts"
-    )
-
-
-def config_for(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model."""
-    kind = architecture(config)
-    if kind == "gpt2":
-        return {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "n_layer": config.layers,
-            "n_embd": config.channels,
-            "n_head": config.heads,
-            "n_positions": config.context,
-            "n_inner": config.num_ffn_channels,
-            "vocab_size": config.vocab_size,
-            "layer_norm_epsilon": config.norm_eps,
-            "activation_function": "gelu_new",
-            "tie_word_embeddings": True,
-        }
-    result = {
-        "model_type": kind,
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
-        "num_hidden_layers": config.layers,
-        "hidden_size": config.channels,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.context,
-        "intermediate_size": config.num_ffn_channels,
-        "vocab_size": config.vocab_size,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_base,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tied,
-    }
-    if kind == "mixtral":
-        result["num_local_experts"] = config.experts
-        result["num_experts_per_tok"] = config.experts_per_token
-    return result
-
-
-def write(model: Decoder, folder: Path) -> None:
-    """A whole model as a folder that `transformers` loads.
-
-    Raises:
-        ValueError: there is no such architecture.
-    """
-    from safetensors.torch import save_file
-
-    settings = config_for(model.config)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.contiguous().clone() for name, value in _theirs(model)}
-    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(settings, indent=1))
-
-
-def _theirs(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    config = model.config
-    is_gpt2 = architecture(config) == "gpt2"
-    for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        if is_gpt2:
-            their_name = f"transformer.{_their_name(name, _GPT2, 'h')}"
-            if ".qkv." in name:
-                value = torch.cat(_split(config, value))
-            is_matrix = value.dim() == 2 and name.startswith("blocks.")
-            yield their_name, value.t() if is_matrix else value
-        elif ".qkv." in name:
-            prefix = f"model.layers.{name.split('.')[1]}.self_attn"
-            for letter, part in zip("qkv", _split(config, value), strict=True):
-                yield f"{prefix}.{letter}_proj.weight", part
-        elif ".ffn.weights." in name:
-            _, layer, *_, kind = name.split(".")
-            for e, expert in enumerate(value):
-                prefix = f"model.layers.{layer}.block_sparse_moe.experts.{e}"
-                yield f"{prefix}.{_MIXTRAL[kind]}.weight", expert.t()
-        else:
-            yield _their_name(name, _LLAMA, "model.layers"), value
+    return get(their_name(name, LLAMA, "model.layers"))

@@ -23,8 +23,8 @@ def shorten(count: float) -> str:
 class Line:
     """Shown by rank 0 only."""
 
-    def __init__(self, first_step: int, steps: int, every: int, *, enabled: bool) -> None:
-        self._steps, self._every, self._first = steps, every, first_step
+    def __init__(self, steps: int, every: int, *, enabled: bool) -> None:
+        self._steps, self._every = steps, every
         self._is_enabled = enabled
         self._is_live = enabled and sys.stderr.isatty()
         self._window: deque[Record] = deque(maxlen=_WINDOW)
@@ -43,7 +43,7 @@ class Line:
                 console=Console(stderr=True),
             )
             self._progress.start()
-            self._task = self._progress.add_task("", total=self._steps, completed=self._first)
+            self._task = self._progress.add_task("", total=self._steps)
         return self
 
     def __exit__(
@@ -69,7 +69,7 @@ class Line:
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, description=text)
         elif self._is_enabled and (
-            record.step % self._every == 0 or record.step in (self._first + 1, self._steps)
+            record.step % self._every == 0 or record.step == self._steps or len(self._window) == 1
         ):
             print(f"step {record.step}/{self._steps}  {text}", file=sys.stderr, flush=True)
 
@@ -90,7 +90,9 @@ class Line:
                 parts.append(f"{label} {value:.0%}")
         parts.append(f"{shorten(record.memory_bytes)}B")
         if record.loss_scale != 1:
-            parts.append(f"scale {record.loss_scale:g}" + (" skipped" if record.is_skipped else ""))
+            parts.append(f"scale {record.loss_scale:g}")
+        if record.is_skipped:
+            parts.append("skipped: the gradient was not finite")
         if record.dropped is not None:
             parts.append(f"dropped {record.dropped:.0%}")
         parts.append(f"ETA {_as_time((self._steps - record.step) * seconds)}")

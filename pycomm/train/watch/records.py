@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,10 +47,15 @@ class JsonLines:
 
     def __init__(self, path: Path, first_step: int) -> None:
         kept = [r for r in read_records(path) if r["step"] <= first_step] if path.exists() else []
-        text = "".join(json.dumps(record) + "\n" for record in kept)
-        new = path.with_suffix(".new")
-        new.write_text(text)
-        new.replace(path)
+        if path.exists():
+            text = "".join(json.dumps(record) + "\n" for record in kept)
+            new = path.with_suffix(".new")
+            try:
+                new.write_text(text)
+                new.replace(path)
+            except OSError:
+                new.unlink(missing_ok=True)
+                raise
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Record) -> None:
@@ -128,16 +134,42 @@ class Prometheus:
         self._thread.join()
 
 
-def make_sinks(config: WatchConfig, out: Path, first_step: int) -> list[Sink]:
+class Guarded:
+    """A sink whose failure is a warning, told once: a full disk costs records, not the run."""
+
+    def __init__(self, sink: Sink, say: Callable[[str], None]) -> None:
+        self._sink, self._say = sink, say
+        self._has_failed = False
+
+    def write(self, record: Record) -> None:
+        """Of the sink."""
+        self._try(lambda: self._sink.write(record))
+
+    def close(self) -> None:
+        """Of the sink."""
+        self._try(self._sink.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._has_failed:
+                self._say(f"warning: records are not written: {error}; the run goes on")
+            self._has_failed = True
+
+
+def make_sinks(
+    config: WatchConfig, out: Path, first_step: int, say: Callable[[str], None]
+) -> list[Sink]:
     """Of rank 0.
 
     Raises:
         ValueError: a package is missing.
         OSError: the port is taken, or the disk is full.
     """
-    sinks: list[Sink] = [JsonLines(out / "metrics.jsonl", first_step)]
+    sinks: list[Sink] = [Guarded(JsonLines(out / "metrics.jsonl", first_step), say)]
     if config.tensorboard:
-        sinks.append(TensorBoard(out / "tensorboard", first_step))
+        sinks.append(Guarded(TensorBoard(out / "tensorboard", first_step), say))
     if config.prometheus_port:
         sinks.append(Prometheus(config.prometheus_port))
     return sinks
