@@ -111,11 +111,11 @@ def _theirs(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         value = parameter.detach()
         if is_gpt2:
-            their_name = f"transformer.{their_name(name, GPT2, 'h')}"
+            theirs = f"transformer.{their_name(name, GPT2, 'h')}"
             if ".qkv." in name:
                 value = torch.cat(_split(config, value))
             is_matrix = value.dim() == 2 and name.startswith("blocks.")
-            yield their_name, value.t() if is_matrix else value
+            yield theirs, value.t() if is_matrix else value
         elif ".qkv." in name:
             prefix = f"model.layers.{name.split('.')[1]}.self_attn"
             for letter, part in zip("qkv", _split(config, value), strict=True):
