@@ -103,12 +103,22 @@ def test_a_run_learns_and_says_what_it_did(folder: Path) -> None:
     assert "nothing is left to do" in train("--nproc", "2", "--out", "run", "--steps", "60")
 
 
-@pytest.mark.parametrize("layout", [[], ["-s", "layout.zero=3"]], ids=["data", "zero3"])
-def test_killed_ranks_come_back_to_the_identical_curve(folder: Path, layout: list[str]) -> None:
+# A soak kills more often, and in more layouts.
+KILLED = {"zero3": ["-s", "layout.zero=3"]}
+if KILLS > 3:
+    KILLED |= {
+        "data": [],
+        "tensor": ["-s", "layout.tensor=2"],
+        "pipeline": ["-s", "layout.pipeline=2"],
+    }
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_killed_ranks_come_back_to_the_identical_curve(folder: Path, name: str) -> None:
     """kill -9 of any rank at random moments, saves included; every loss is that of the run that
     was left alone, bit for bit, and no step is missing or doubled."""
     steps = 60 * (KILLS + 1)
-    common = ["--nproc", "2", "--steps", str(steps), *layout, "-s", "checkpoint.every=7"]
+    common = ["--nproc", "2", "--steps", str(steps), *KILLED[name], "-s", "checkpoint.every=7"]
     common += ["-s", "run.deterministic=true", "-s", f"run.max_restarts={KILLS}"]
     train(*common, "--out", "alone")
     rng = random.Random(0)
