@@ -168,6 +168,7 @@ def test_different_operations_are_named_and_a_new_group_works(transport: str) ->
         pairs = [("all_reduce", "broadcast"), ("scatter", "gather"), ("barrier", "all_gather")]
         for first, second in pairs:
             group = dist.new_group()
+            dist.barrier(group)  # a rank still joining would learn of the failure there
             previous = dist.group.WORLD
             dist.distributed_c10d.GroupMember.WORLD = group
             try:
