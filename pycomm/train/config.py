@@ -178,7 +178,7 @@ class WatchConfig(Section):
     validation_sequences: int = Field(64, ge=1)
     tensorboard: bool = False
     prometheus_port: int = Field(0, ge=0, le=65535, description="On 127.0.0.1; 0: none.")
-    sample_tokens: int = Field(200, ge=0, description="Text to write at the end.")
+    sample_tokens: int = Field(300, ge=0, description="Text to write at the end.")
 
 
 class Config(Section):
