@@ -15,8 +15,6 @@ from pycomm.bench.peer.operations import OPERATIONS, REDUCE_OPS
 from pycomm.cli_train import export, report, train
 
 COUNT = click.IntRange(1)
-FACTOR = click.IntRange(2)
-FROM_0 = click.IntRange(0)
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -10,6 +11,20 @@ import click
 from pycomm.bench.checks import check_backends
 
 COUNT = click.IntRange(1)
+_EXTRA = ("pydantic", "yaml", "jinja2", "safetensors", "torch")
+
+
+def need_extra() -> None:
+    """What `pip install pycomm` alone does not bring, said before it is missed.
+
+    Raises:
+        click.ClickException: a package is not there; says how it comes.
+    """
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise click.ClickException(
+            f"the trainer needs {', '.join(missing)}: in pycomm's folder, pip install '.[train]'"
+        )
 
 
 @click.command(
@@ -52,6 +67,7 @@ def train(
     The run's folder gets checkpoints, metrics and a report. Ranks that die are started again from
     the newest checkpoint; SIGTERM and ctrl-C save and end, and the same command goes on.
     """
+    need_extra()
     from pycomm.train import command
 
     flags = {"data.path": data, "run.out": out, "run.steps": steps, "run.backend": backend}
@@ -82,6 +98,7 @@ Examples:
 @click.argument("folder", type=click.Path(path_type=Path))
 def export(run_folder: Path, folder: Path) -> None:
     """Writes a run's newest checkpoint as Hugging Face safetensors (gpt2, llama or mixtral)."""
+    need_extra()
     from pycomm.train.export import export as export_run
 
     try:
@@ -101,6 +118,7 @@ Examples:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Where to write the page.")
 def report(run_folder: Path, output: Path | None) -> None:
     """One HTML page about a training run: curves, the timeline of a step, layout and memory."""
+    need_extra()
     from pycomm.train.watch.report import write_report
 
     try:

@@ -63,5 +63,6 @@ PYBIND11_MODULE(_torch, m) {
     return py::make_tuple(static_cast<double>(time.operations_ns) * 1e-9,
                           static_cast<double>(time.waited_ns) * 1e-9);
   });
+  m.def("leave_out_this_thread", [] { pycomm::torch_backend::counts_communication = false; });
   m.def("shutdown_process", &pycomm::shutdown_process, py::call_guard<py::gil_scoped_release>());
 }

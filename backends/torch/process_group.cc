@@ -127,7 +127,7 @@ WorkPtr ProcessGroup::run(Title title, Staged& staged, Tensors inputs, Tensors o
   const Status status = [&] {
     const WaitTimer timer;
     Status result = communicator->run(staged.request);
-    communication_time().operations_ns += timer.spent_ns();
+    if (counts_communication) communication_time().operations_ns += timer.spent_ns();
     return result;
   }();
   python::rethrow_signal();

@@ -93,7 +93,7 @@ void Work::settle() {
       if (status.is_ok()) status = operation->status();
       longest_ns = std::max(longest_ns, operation->duration_ns());
     }
-    communication_time().operations_ns += longest_ns;
+    if (counts_communication) communication_time().operations_ns += longest_ns;
     std::exception_ptr error;
     if (status.is_ok() && !finish_ups_.empty()) {
       // As the issuing thread would have done it, whichever thread this is.

@@ -21,11 +21,15 @@ struct CommunicationTime {
   std::atomic<std::int64_t> waited_ns{0};      // inside blocking calls and wait()
 };
 CommunicationTime& communication_time();
+// Whether this thread's operations count; a thread that writes checkpoints has its own time.
+inline thread_local bool counts_communication = true;
 
 // Adds the time of a scope.
 class WaitTimer {
  public:
-  ~WaitTimer() { communication_time().waited_ns += spent_ns(); }
+  ~WaitTimer() {
+    if (counts_communication) communication_time().waited_ns += spent_ns();
+  }
   std::int64_t spent_ns() const {
     return std::chrono::nanoseconds(std::chrono::steady_clock::now() - start_).count();
   }

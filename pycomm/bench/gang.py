@@ -13,8 +13,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +24,7 @@ from pycomm.bench.peer.serve import Contestant, pin_to_cpu, serve
 from pycomm.bench.peers import Peer
 
 _START_S = 60.0
+Maker = Callable[[int, Path], Contestant]  # of a rank and its gang's folder
 
 
 class GangError(RuntimeError):
@@ -43,7 +46,7 @@ class Gang:
         self._forked: list[BaseProcess] = []
         self._launcher: subprocess.Popen[bytes] | None = None
 
-    def fork(self, make: Callable[[int, Path], Contestant], *, pin: bool) -> None:
+    def fork(self, make: Maker, *, pin: bool) -> None:
         """Forks the ranks; each makes its contestant and serves it."""
 
         def entry(rank: int) -> None:
@@ -149,3 +152,49 @@ class Gang:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class StepContestant:
+    """A rank of torch.distributed whose call is a step; nothing depends on a message's size."""
+
+    def prepare(self, size_bytes: int, count: int, is_checked: bool) -> int:
+        """Nothing to prepare."""
+        del size_bytes, count, is_checked
+        return 0
+
+    def call(self) -> None:
+        """One step."""
+        raise NotImplementedError
+
+    def call_many(self, times: int) -> None:
+        """One after the other."""
+        for _ in range(times):
+            self.call()
+
+    def barrier(self) -> None:
+        """Lines the ranks up."""
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def take_turns(
+    makers: dict[str, Maker], num_ranks: int, *, rounds: int, warmup: int, times: dict[str, int]
+) -> dict[str, list[float]]:
+    """Seconds of a call by contestant: of the slowest rank, the median of `times` calls, one value
+    a round. Gangs of pinned ranks take turns, in the other order every second round."""
+    names = list(makers)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        gangs = {name: stack.enter_context(Gang(name, num_ranks)) for name in names}
+        for name, gang in gangs.items():
+            gang.fork(makers[name], pin=True)
+        for gang in gangs.values():
+            gang.await_ranks()
+            gang.ask(do="prepare", size_bytes=0, count=0, check=False, warmup=warmup)
+        for round_ in range(rounds):
+            for name in names if round_ % 2 == 0 else reversed(names):
+                answers = gangs[name].ask(do="round", times=times[name], blocking=True)
+                laps = zip(*[answer["seconds"] for answer in answers], strict=True)
+                seconds[name].append(median(max(lap) for lap in laps))
+    return seconds

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from pycomm.bench.gang import Gang
+from pycomm.bench.gang import Maker, StepContestant, take_turns
 from pycomm.bench.plan import FAKE
 
 _GPT = {"layers": 4, "channels": 256, "heads": 8, "context": 128, "vocab_size": 512, "tied": False}
@@ -25,18 +22,15 @@ class LayoutCase:
     layout: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     batch: int = 8
-    holds_against_fake: bool = False
 
 
 CASES = [
     LayoutCase("data", 2),
     LayoutCase("ZeRO-1", 2, {"zero": 1}),
     LayoutCase("ZeRO-2", 2, {"zero": 2}),
-    LayoutCase("ZeRO-3", 2, {"zero": 3}, holds_against_fake=True),
-    LayoutCase("tensor", 2, {"tensor": 2}, holds_against_fake=True),
-    LayoutCase(
-        "tensor, sequence", 2, {"tensor": 2, "sequence_parallel": True}, holds_against_fake=True
-    ),
+    LayoutCase("ZeRO-3", 2, {"zero": 3}),
+    LayoutCase("tensor", 2, {"tensor": 2}),
+    LayoutCase("tensor, sequence", 2, {"tensor": 2, "sequence_parallel": True}),
     LayoutCase("pipeline", 2, {"pipeline": 2}),
     LayoutCase("expert", 2, {"expert": 2}, _EXPERTS),
     LayoutCase("data", 4),
@@ -48,7 +42,7 @@ CASES = [
 ]
 
 
-class LayoutContestant:
+class LayoutContestant(StepContestant):
     """One rank of a layout over one backend; a call is an optimizer step."""
 
     def __init__(self, backend: str, case: LayoutCase, rank: int, folder: Path) -> None:
@@ -96,45 +90,18 @@ class LayoutContestant:
             for part in self.engine.parts:
                 if isinstance(part.module, torch.nn.parallel.DistributedDataParallel):
                     part.module = part.plain
-        self._dist = dist
-
-    def prepare(self, size_bytes: int, count: int, is_checked: bool) -> int:
-        """Nothing depends on a size here."""
-        del size_bytes, count, is_checked
-        return 0
 
     def call(self) -> None:
         """One step."""
         self.engine.train_step()
 
-    def call_many(self, times: int) -> None:
-        """One after the other."""
-        for _ in range(times):
-            self.call()
-
-    def barrier(self) -> None:
-        """Lines the ranks up."""
-        self._dist.barrier()
-
 
 def measure_layout(case: LayoutCase, rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds of a step by backend, of the slowest rank, one value a round, interleaved."""
-    names = ["pycomm", "gloo", FAKE]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    with ExitStack() as stack:
-        gangs = {name: stack.enter_context(Gang(name, case.num_ranks)) for name in names}
 
-        def maker(name: str) -> Callable[[int, Path], LayoutContestant]:
-            return lambda rank, folder: LayoutContestant(name, case, rank, folder)
+    def maker(name: str) -> Maker:
+        return lambda rank, folder: LayoutContestant(name, case, rank, folder)
 
-        for name, gang in gangs.items():
-            gang.fork(maker(name), pin=True)
-        for gang in gangs.values():
-            gang.await_ranks()
-            gang.ask(do="prepare", size_bytes=0, count=0, check=False, warmup=3)
-        for round_ in range(rounds):
-            for name in names if round_ % 2 == 0 else reversed(names):
-                answers = gangs[name].ask(do="round", times=steps, blocking=True)
-                laps = zip(*[answer["seconds"] for answer in answers], strict=True)
-                seconds[name].append(median(max(lap) for lap in laps))
-    return seconds
+    makers = {name: maker(name) for name in ("pycomm", "gloo", FAKE)}
+    times = dict.fromkeys(makers, steps)
+    return take_turns(makers, case.num_ranks, rounds=rounds, warmup=3, times=times)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from pycomm.bench.gang import Gang
+from pycomm.bench.gang import Maker, StepContestant, take_turns
 
 ALONE = "alone"
 _SPIN_S = 3e-4
@@ -81,7 +78,7 @@ def _make_stage(case: PipelineCase, shape: tuple[int, ...]) -> Any:
     return Stage()
 
 
-class PipelineContestant:
+class PipelineContestant(StepContestant):
     """One rank; a call is all passes of one step, or, alone, one microbatch without any peer."""
 
     def __init__(self, name: str, case: PipelineCase, rank: int, folder: Path) -> None:
@@ -100,7 +97,7 @@ class PipelineContestant:
         shape = (4, 128, 256)  # half a MiB of activations
         self._stage = _make_stage(case, shape)
         self._inputs = [torch.randn(shape) for _ in range(case.microbatches)]
-        self._case, self._is_alone, self._dist, self._torch = case, name == ALONE, dist, torch
+        self._case, self._is_alone, self._torch = case, name == ALONE, torch
         world = dist.group.WORLD
         assert world is not None
         self._pipeline = Pipeline(
@@ -112,11 +109,6 @@ class PipelineContestant:
             lambda stage, is_last: None,
         )
 
-    def prepare(self, size_bytes: int, count: int, is_checked: bool) -> int:
-        """Nothing depends on a size here."""
-        del size_bytes, count, is_checked
-        return 0
-
     def call(self) -> None:
         """One step, or one microbatch alone."""
         if self._is_alone:
@@ -126,35 +118,14 @@ class PipelineContestant:
         targets = [None] * self._case.microbatches
         self._pipeline.step(self._inputs, targets, 1.0, contextlib.nullcontext)
 
-    def call_many(self, times: int) -> None:
-        """One after the other."""
-        for _ in range(times):
-            self.call()
-
-    def barrier(self) -> None:
-        """Lines the ranks up."""
-        self._dist.barrier()
-
 
 def measure_pipeline(case: PipelineCase, rounds: int) -> PipelineResult:
     """One value a round, interleaved."""
-    names = [ALONE, "pycomm", "gloo"]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    with ExitStack() as stack:
-        gangs = {name: stack.enter_context(Gang(name, case.ranks)) for name in names}
 
-        def maker(name: str) -> Callable[[int, Path], PipelineContestant]:
-            return lambda rank, folder: PipelineContestant(name, case, rank, folder)
+    def maker(name: str) -> Maker:
+        return lambda rank, folder: PipelineContestant(name, case, rank, folder)
 
-        for name, gang in gangs.items():
-            gang.fork(maker(name), pin=True)
-        for gang in gangs.values():
-            gang.await_ranks()
-            gang.ask(do="prepare", size_bytes=0, count=0, check=False, warmup=2)
-        for round_ in range(rounds):
-            for name in names if round_ % 2 == 0 else reversed(names):
-                times = case.microbatches if name == ALONE else 2
-                answers = gangs[name].ask(do="round", times=times, blocking=True)
-                laps = zip(*[answer["seconds"] for answer in answers], strict=True)
-                seconds[name].append(median(max(lap) for lap in laps))
+    makers = {name: maker(name) for name in (ALONE, "pycomm", "gloo")}
+    times = {ALONE: case.microbatches, "pycomm": 2, "gloo": 2}
+    seconds = take_turns(makers, case.ranks, rounds=rounds, warmup=2, times=times)
     return PipelineResult(seconds.pop(ALONE), seconds)

@@ -9,20 +9,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from statistics import median
 
 import pycomm
-from pycomm.bench.gang import Gang
+from pycomm.bench.gang import Gang, Maker, StepContestant, take_turns
 from pycomm.bench.plan import SHARED
 
 ALONE = "alone"  # the same step without communication
 _WIDTH, _LAYERS, _BATCH = 2240, 5, 8
 
 
-class TrainingContestant:
+class TrainingContestant(StepContestant):
     """Steps of a 100 MB multilayer perceptron under DistributedDataParallel."""
 
     def __init__(self, name: str, rank: int, num_ranks: int, init_method: str) -> None:
@@ -41,50 +39,22 @@ class TrainingContestant:
             )
         self._input = torch.randn(_BATCH, _WIDTH)
         self._communicates = name != ALONE
-        self._dist = dist
-
-    def prepare(self, size_bytes: int, count: int, is_checked: bool) -> int:
-        """Nothing depends on a size here."""
-        del size_bytes, count, is_checked
-        return 0
 
     def call(self) -> None:
         """One forward and backward pass."""
         with nullcontext() if self._communicates else self._model.no_sync():
             self._model(self._input).sum().backward()
 
-    def call_many(self, times: int) -> None:
-        """One after the other."""
-        for _ in range(times):
-            self.call()
-
-    def barrier(self) -> None:
-        """Lines the ranks up."""
-        self._dist.barrier()
-
 
 def measure_steps(rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds of a step of two pinned ranks, by contestant: gloo, pycomm, pycomm on shared buckets,
     and the step alone; one value a round, interleaved."""
-    names = ["gloo", "pycomm", SHARED, ALONE]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    with ExitStack() as stack:
-        gangs = {name: stack.enter_context(Gang(name, 2)) for name in names}
 
-        def maker(name: str) -> Callable[[int, Path], TrainingContestant]:
-            return lambda rank, folder: TrainingContestant(name, rank, 2, f"file://{folder}/meet")
+    def maker(name: str) -> Maker:
+        return lambda rank, folder: TrainingContestant(name, rank, 2, f"file://{folder}/meet")
 
-        for name, gang in gangs.items():
-            gang.fork(maker(name), pin=True)
-        for gang in gangs.values():
-            gang.await_ranks()
-            gang.ask(do="prepare", size_bytes=0, count=0, check=False, warmup=3)
-        for round_ in range(rounds):
-            for name in names if round_ % 2 == 0 else reversed(names):
-                answers = gangs[name].ask(do="round", times=steps, blocking=True)
-                laps = zip(*[answer["seconds"] for answer in answers], strict=True)
-                seconds[name].append(median(max(lap) for lap in laps))
-    return seconds
+    makers = {name: maker(name) for name in ("gloo", "pycomm", SHARED, ALONE)}
+    return take_turns(makers, 2, rounds=rounds, warmup=3, times=dict.fromkeys(makers, steps))
 
 
 def measure_waiting(seconds: float = 3.0) -> dict[str, float]:

@@ -1,35 +1,12 @@
-"""Bytes to train on: any file, folder or glob; by default Python's own standard library."""
+"""The text of the demonstration as bytes."""
 
 from __future__ import annotations
 
-import glob
-import sysconfig
-from pathlib import Path
-
 import torch
 
+from pycomm.text_files import find_files
+
 BYTES_MAX = 32 << 20
-
-
-def find_files(data: str) -> list[Path]:
-    """Files that `data` names, in a fixed order.
-
-    Raises:
-        ValueError: there is nothing there.
-    """
-    if not data:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return sorted(p for p in root.glob("*.py") if p.is_file())
-    path = Path(data).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file())
-    else:
-        files = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
-    if not files:
-        raise ValueError(f"--data '{data}' names no file; give a file, a folder or a glob")
-    return files
 
 
 def load_bytes(data: str, context: int) -> torch.Tensor:
@@ -40,7 +17,7 @@ def load_bytes(data: str, context: int) -> torch.Tensor:
     """
     pieces: list[bytes] = []
     total = 0
-    for path in find_files(data):
+    for path in find_files(data, "--data"):
         piece = path.read_bytes()
         pieces.append(piece)
         total += len(piece)

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,10 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 
+from pycomm._loader import torch_module
 from pycomm.train.agreement import AgreedError
+from pycomm.train.layout.tensor import like, local_tensor
 from pycomm.train.manifest import (
     FORMAT,
     PARTIAL,
@@ -76,7 +75,6 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._staged: dict[str, torch.Tensor] = {}
-        self.blocked_s = 0.0  # by the last save
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Writes a checkpoint; with `is_async` only copies, and writes in another thread.
@@ -86,17 +84,15 @@ class Checkpoints:
                 has asked (then this one is not written either); on every rank.
         """
         self.wait()
-        start = time.perf_counter()
         self._staged = _copy(tensors, self._staged)
         if self._is_async:
             self._thread = threading.Thread(
-                target=self._write_safely, args=(step, state), name="pycomm-checkpoint"
+                target=self._write_aside, args=(step, state), name="pycomm-checkpoint"
             )
             self._thread.start()
         else:
             self._write_safely(step, state)
             self._raise()
-        self.blocked_s = time.perf_counter() - start
 
     def wait(self) -> None:
         """Until what was being written is there.
@@ -177,6 +173,11 @@ class Checkpoints:
         return ""
 
     # Writing -------------------------------------------------------------------------------
+
+    def _write_aside(self, step: int, state: dict[str, Any]) -> None:
+        # What this thread waits for, training does not.
+        torch_module().leave_out_this_thread()
+        self._write_safely(step, state)
 
     def _write_safely(self, step: int, state: dict[str, Any]) -> None:
         partial = self._folder / f"step-{step:08d}{PARTIAL}"
@@ -270,25 +271,10 @@ def _copy(
     """Copies local parts, into the memory of the copy before where there is one."""
     result = {}
     for name, tensor in tensors.items():
-        source = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        old = into.get(name)
-        target = old._local_tensor if isinstance(old, DTensor) else old
+        source = local_tensor(tensor)
+        target = local_tensor(into[name]) if name in into else None
         if target is None or target.shape != source.shape:
             target = torch.empty_like(source, memory_format=torch.contiguous_format)
         target.copy_(source)
-        if isinstance(tensor, DTensor):
-            target = DTensor.from_local(
-                target,
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
-        result[name] = target
+        result[name] = like(target, tensor)
     return result
-
-
-def as_state(progress: Any, **more: Any) -> dict[str, Any]:
-    """A dataclass and more as what goes beside the tensors."""
-    return {"progress": asdict(progress), **more}

@@ -123,11 +123,9 @@ def _train_rank(config: Config, place: Place) -> int:
     except (ValueError, FloatingPointError) as error:
         # What all ranks say, one says; who fails alone says so.
         if place.rank == 0 or not isinstance(error, AgreedError | FloatingPointError):
-            told = (
-                f"error: rank {place.rank}: {error}" if place.world_size > 1 else f"error: {error}"
-            )
-            told = f"error: {error}" if isinstance(error, AgreedError) else told
-            click.secho(told, err=True, fg="red")
+            is_own = place.world_size > 1 and not isinstance(error, AgreedError)
+            who = f"rank {place.rank}: " if is_own else ""
+            click.secho(f"error: {who}{error}", err=True, fg="red")
         return USAGE
     except CheckpointError as error:
         if place.rank == 0:

@@ -100,7 +100,7 @@ class LayoutConfig(Section):
         0, description="1: optimizer sharded; 2: gradients too; 3: parameters too."
     )
     offload: bool = Field(
-        False, description="With ZeRO: update layers in chunks, beside the backward pass."
+        False, description="With ZeRO, clip 0: update chunks beside the backward pass."
     )
     overlap: Literal["auto", "on", "off"] = Field(
         "auto", description="ZeRO's messages beside compute; auto: between hosts."

@@ -19,11 +19,11 @@ from pycomm.train.data.source import Source
 from pycomm.train.layout.build import Part, build_parts
 from pycomm.train.layout.degrees import Layout
 from pycomm.train.layout.mesh import Meshes, group_of
-from pycomm.train.layout.tensor import local_tensor
+from pycomm.train.layout.tensor import like, local_tensor
 from pycomm.train.model.decoder import Decoder, name_in_whole, next_token_loss
 from pycomm.train.model.experts import Experts
 from pycomm.train.offload import BackwardOptimizer
-from pycomm.train.optimizer import Optimizer, StepResult, like, lr_at, make_optimizer
+from pycomm.train.optimizer import Optimizer, StepResult, lr_at, make_optimizer
 from pycomm.train.pipeline.run import Span
 from pycomm.train.pipeline.schedule import Choice
 from pycomm.train.precision import LossScale, autocast

@@ -25,7 +25,6 @@ class HostsPlan:
     ranks_per_host: int
     arguments: tuple[str, ...]  # of `pycomm train`, without hosts
     max_restarts: int
-    port: int = 0
 
     def __post_init__(self) -> None:
         if not self.hosts or any(not h or h.startswith("-") for h in self.hosts):
@@ -61,7 +60,7 @@ def run_on_hosts(plan: HostsPlan) -> int:
     Raises:
         OSError: there is no ssh here.
     """
-    port = plan.port or random.SystemRandom().randrange(20000, 30000)
+    port = random.SystemRandom().randrange(20000, 30000)
     ssh = shlex.split(os.environ.get("PYCOMM_SSH", "ssh -tt -o BatchMode=yes"))
     processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []

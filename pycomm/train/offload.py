@@ -4,8 +4,8 @@ With ZeRO, a layer's reduced gradient is final before the backward pass has reac
 before it. A worker thread then updates that layer's parameters, by torch's fused optimizer,
 and drops the gradient: no rank ever holds more than a few chunks of gradients beside the state.
 
-Clipping by the norm of the whole gradient needs the whole gradient first; with it, chunks are
-updated after the backward pass, one after the other.
+Clipping by the norm of the whole gradient needs the whole gradient first; with it, everything is
+updated after the backward pass, as without this.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pycomm.train.config import OptimizerConfig
-from pycomm.train.layout.tensor import local_tensor
+from pycomm.train.layout.tensor import like, local_tensor
 
 _STATE_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -208,20 +208,6 @@ def _local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
             parameter.grad = grad
         return grad._local_tensor
     return grad
-
-
-def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A rank's part as the DTensor that its parameter is."""
-    if not isinstance(parameter, DTensor):
-        return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def make_optimizer(

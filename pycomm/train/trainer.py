@@ -42,7 +42,7 @@ from pycomm.train.resume import RunCheckpoints
 from pycomm.train.watch.line import Line
 from pycomm.train.watch.records import Record, Sink, make_sinks
 
-_TIMELINE_STEPS = (5, 2, 1)  # the first of these that a run reaches is drawn
+_TIMELINE_STEPS = (5, 2, 1)  # the last of these that a run reaches is drawn
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,6 @@ class Trainer:
         )
         self._is_text = model is None
         self._stop = StopFlag()
-        self._communication = (0.0, 0.0)
 
     def fit(self) -> Summary:
         """Trains from the newest checkpoint, or from the start, to `run.steps`.
@@ -152,14 +151,15 @@ class Trainer:
     def _loop(self, checkpoints: RunCheckpoints, sinks: list[Sink], line: Line) -> Summary:
         engine, config = self.engine, self.config
         loss, validation = float("nan"), None
-        self._communication = communication_time()
         while engine.progress.step < config.run.steps:
+            before = communication_time()
             stats = engine.train_step(stop=self._stop.is_set)
+            communication = [b - a for a, b in zip(before, communication_time(), strict=True)]
             loss, step = stats.loss, stats.step
             is_last = step == config.run.steps
             every = config.watch.validate_every
             validation = self._validate(line) if is_last or (every and step % every == 0) else None
-            record = self._record(stats, validation)
+            record = self._record(stats, validation, *communication)
             line.show(record)
             for sink in sinks:
                 sink.write(record)
@@ -188,12 +188,16 @@ class Trainer:
             line.say(f"no validation: {error}")
             return None
 
-    def _record(self, stats: StepStats, validation: float | None) -> Record:
+    def _record(
+        self, stats: StepStats, validation: float | None, spent: float, waited: float
+    ) -> Record:
+        """
+        Args:
+            spent: seconds of the step's operations.
+            waited: seconds in which the step waited for them.
+        """
         config, layout = self.config, self.layout
         tokens = layout.batch * (config.model.context if self._is_text else 1)
-        now = communication_time()
-        spent, waited = (b - a for a, b in zip(self._communication, now, strict=True))
-        self._communication = now
         mfu = None
         if self._is_text:
             peak = self._flops * self._world_size

@@ -142,7 +142,7 @@ TRAIN_MAY_IMPORT = {
         *("config", "data", "layout", "model", "offload", "optimizer", "pipeline", "precision"),
         *("randomness", "stages", "tied"),
     },
-    "checkpoint": {"agreement", "manifest"},
+    "checkpoint": {"agreement", "layout", "manifest"},
     "stages": {"config", "layout", "pipeline"},
     "manifest": set[str](),
     "watch": {"config"},

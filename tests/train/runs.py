@@ -13,6 +13,7 @@ from pycomm.train.data.source import Sequences
 from pycomm.train.engine import Engine, StepStats
 from pycomm.train.layout.degrees import resolve
 from pycomm.train.layout.mesh import make_meshes
+from pycomm.train.model.decoder import Decoder, initial_value
 from pycomm.train.predict import make_choice
 from tests.ranks import Outcome, run_ranks
 
@@ -75,3 +76,10 @@ def in_ranks(world_size: int, body: Callable[[int, int], Any], **options: Any) -
 def numbers(stats: list[StepStats]) -> torch.Tensor:
     """Losses and gradient norms. Shape: (steps, 2)."""
     return torch.tensor([[s.loss, s.grad_norm] for s in stats], dtype=torch.float64)
+
+
+def initialise(model: Decoder, seed: int) -> None:
+    """Gives every parameter its initial value; the same on every rank and for every layout."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(model.config, name, parameter.shape, seed))

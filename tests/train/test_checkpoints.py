@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from pycomm.train.checkpoint import CheckpointError, Checkpoints, as_state
+from pycomm._loader import torch_module
+from pycomm.train.checkpoint import CheckpointError, Checkpoints
 from pycomm.train.config import Config
 from pycomm.train.engine import Engine, Progress
 from pycomm.train.manifest import MANIFEST
+from pycomm.train.process import communication_time
 from tests.train.runs import (
     ADAM,
     EXPERTS,
@@ -40,7 +45,7 @@ def checkpoints_in(folder: Path, *, is_async: bool = True, keep: int = 3) -> Che
 
 def save(engine: Engine, checkpoints: Checkpoints) -> None:
     step = engine.progress.step
-    state = as_state(engine.progress, optimizer_steps=engine.optimizer.steps_done)
+    state = {"progress": asdict(engine.progress), "optimizer_steps": engine.optimizer.steps_done}
     checkpoints.save(step, engine.tensors(), state)
 
 
@@ -295,6 +300,33 @@ def test_a_parameter_without_state_and_steps_that_were_all_skipped_resume(tmp_pa
 
     in_ranks(2, first)
     assert in_ranks(2, then).results[0] == (2, 2.0**38, True)
+
+
+def test_the_writing_thread_s_waits_are_not_training_s(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> tuple[float, float]:
+        group = dist.new_group()
+        results: list[float] = []
+
+        def wait_for_the_late_one() -> None:
+            before = communication_time()[1]
+            dist.barrier(group)
+            results.append(communication_time()[1] - before)
+
+        def aside() -> None:
+            torch_module().leave_out_this_thread()
+            wait_for_the_late_one()
+
+        time.sleep(0.3 * rank)
+        wait_for_the_late_one()
+        time.sleep(0.3 * rank)
+        thread = threading.Thread(target=aside)
+        thread.start()
+        thread.join()
+        return results[0], results[1]
+
+    counted, left_out = in_ranks(2, body).results[0]
+    assert counted > 0.2
+    assert left_out == 0
 
 
 def test_saving_blocks_for_a_copy_only(tmp_path: Path) -> None:

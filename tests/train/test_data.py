@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pycomm.text_files import find_files
 from pycomm.train.config import DataConfig
-from pycomm.train.data.corpus import bigram_loss, check_length, documents, find_files, open_corpus
+from pycomm.train.data.corpus import bigram_loss, check_length, documents, open_corpus
 from pycomm.train.data.cursor import permute, samples_at, samples_of_rank
 from pycomm.train.data.source import Sequences
 from pycomm.train.data.tokens import ByteTokenizer, Gpt2Tokenizer
@@ -84,12 +85,18 @@ def test_files_folders_globs_and_jsonl(tmp_path: Path) -> None:
     (folder / "b.txt").write_text("b")
     (folder / "a.txt").write_text("a")
     (folder / "c.jsonl").write_text('{"text": "é\\n"}\n\n{"text": "d", "more": 1}\n')
-    assert [p.name for p in find_files(str(folder))] == ["a.txt", "b.txt", "c.jsonl"]
-    assert [p.name for p in find_files(str(folder / "*.txt"))] == ["a.txt", "b.txt"]
-    assert len(find_files("")) > 100
-    assert list(documents(find_files(str(folder)), "text")) == [b"a", b"b", "é\n".encode(), b"d"]
+    assert [p.name for p in find_files(str(folder), "data.path")] == ["a.txt", "b.txt", "c.jsonl"]
+    assert [p.name for p in find_files(str(folder / "*.txt"), "data.path")] == ["a.txt", "b.txt"]
+    assert len(find_files("", "data.path")) > 100
+    texts = documents(find_files(str(folder), "data.path"), "text")
+    assert list(texts) == [
+        b"a",
+        b"b",
+        "é\n".encode(),
+        b"d",
+    ]
     with pytest.raises(ValueError, match="names no file"):
-        find_files(str(folder / "nothing"))
+        find_files(str(folder / "nothing"), "data.path")
 
 
 @pytest.mark.parametrize(

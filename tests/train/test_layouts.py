@@ -19,7 +19,7 @@ from pycomm.train.layout.build import wrap_user_module
 from pycomm.train.layout.degrees import resolve
 from pycomm.train.layout.mesh import make_meshes
 from pycomm.train.layout.tensor import local_tensor
-from pycomm.train.model.decoder import Decoder, initialise
+from pycomm.train.model.decoder import Decoder
 from pycomm.train.model.experts import Experts
 from pycomm.train.offload import CHUNK_BYTES, CHUNKS_MAX
 from tests.train.runs import (
@@ -34,6 +34,7 @@ from tests.train.runs import (
     config,
     engine_of,
     in_ranks,
+    initialise,
     numbers,
     train,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from pycomm.cli import main
 from pycomm.train.watch.records import read_records
 from pycomm.train.watch.report import write_report
 
@@ -164,6 +167,63 @@ def test_a_signal_saves_and_the_same_command_goes_on(folder: Path, number: int) 
     assert f"going on after step {step}" in train(*common, "--out", "run", "--steps", more)
     train(*common, "--out", "alone", "--steps", more)
     assert losses("run") == losses("alone")
+
+
+def test_a_second_ctrl_c_ends_at_once(folder: Path) -> None:
+    """Steps here take seconds: the first ctrl-C would wait for one."""
+    wide = ["-s", "model.channels=512", "-s", "model.layers=8", "-s", "batch.size=512"]
+    process = subprocess.Popen(
+        train_command("--nproc", "2", "--steps", "50", "--out", "run", *wide),
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_for(lambda: Path("run/metrics.jsonl").exists())
+    ranks = ranks_of(process.pid)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    start = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == 130
+    assert time.monotonic() - start < 10
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_data_of_unequal_shapes_are_named_and_end_all_ranks(folder: Path) -> None:
+    (folder / "own.py").write_text("""
+import torch
+from pycomm.train import Trainer, make_config
+data = [(torch.zeros(8 + (i == 5)), torch.zeros(1)) for i in range(8)]
+config = make_config({"batch": {"size": 8}, "run": {"steps": 5}})
+Trainer(config, model=torch.nn.Linear(8, 1), dataset=data, loss=torch.nn.functional.mse_loss).fit()
+""")
+    start = time.monotonic()
+    done = subprocess.run(
+        [*PYCOMM, "run", "--np", "2", "--", sys.executable, "own.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    named = re.search(r"samples \[([\d, ]+)\] make no batch: .*equal size", done.stderr)
+    assert named is not None, done.stderr
+    assert "5" in named.group(1).split(", ")
+    assert time.monotonic() - start < 40
+
+
+def test_without_its_packages_the_trainer_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    missing = ("pydantic", "yaml")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else find(name)
+    )
+    for arguments in (["train"], ["report", "."], ["export", ".", "x"]):
+        told = CliRunner().invoke(main, arguments)
+        assert told.exit_code == 1
+        assert "the trainer needs pydantic, yaml: in pycomm's folder, pip install" in told.output
 
 
 def test_a_killed_launcher_leaves_no_ranks(folder: Path) -> None:

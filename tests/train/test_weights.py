@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from pycomm.train.complete import complete
 from pycomm.train.config import Config, make_config
 from pycomm.train.model import hugging_face_out
-from pycomm.train.model.decoder import Decoder, initialise
-from tests.train.runs import GPT, LLAMA, config, engine_of, in_ranks
+from pycomm.train.model.decoder import Decoder
+from tests.train.runs import GPT, LLAMA, config, engine_of, in_ranks, initialise
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,11 +6,9 @@ times, tokenizer), so another run finds it, and a changed file makes another one
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pycomm.text_files import find_files
 from pycomm.train.config import DataConfig
 from pycomm.train.data.tokens import Tokenizer, get_tokenizer
 
@@ -28,28 +27,6 @@ _FORMAT = 1
 _STRETCHES_MAX = 16
 _STRETCH_TOKENS_MIN = 1 << 16
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-
-
-def find_files(path: str) -> list[Path]:
-    """Files that a path names, in a fixed order; the standard library's source for none.
-
-    Raises:
-        ValueError: there is nothing there.
-    """
-    if not path:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return sorted(p for p in root.glob("*.py") if p.is_file())
-    given = Path(path).expanduser()
-    if given.is_file():
-        return [given]
-    if given.is_dir():
-        files = sorted(p for p in given.rglob("*") if p.is_file())
-    else:
-        names = glob.glob(str(given), recursive=True)
-        files = sorted(Path(p) for p in names if Path(p).is_file())
-    if not files:
-        raise ValueError(f"data.path '{path}' names no file; give a file, a folder or a glob")
-    return files
 
 
 def documents(files: list[Path], text_key: str) -> Iterator[bytes]:
@@ -116,7 +93,7 @@ def open_corpus(config: DataConfig, progress: Callable[[int, int], None] | None 
         ValueError: no files, or a bad line.
     """
     tokenizer = get_tokenizer(config.tokenizer)
-    files = find_files(config.path)
+    files = find_files(config.path, "data.path")
     key = _key(files, config, tokenizer)
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pycomm" / "corpora"
     path = folder / f"{key}.bin"

@@ -59,10 +59,13 @@ class UserData:
         """Collated as torch's DataLoader does.
 
         Raises:
-            ValueError: an item is not a pair.
+            ValueError: an item is not a pair, or items do not fit together; with their numbers.
         """
         items = [self._dataset[s] for s in samples.tolist()]
-        collated = default_collate(items)
+        try:
+            collated = default_collate(items)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"samples {samples.tolist()} make no batch: {error}") from error
         if not isinstance(collated, list | tuple) or len(collated) != 2:
             raise ValueError("an item of the dataset must be a pair (input, target)")
         return collated[0], collated[1]

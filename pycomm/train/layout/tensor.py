@@ -108,3 +108,17 @@ def split_experts(
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part; shares its memory."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A rank's part as the DTensor that its parameter is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -204,13 +204,6 @@ def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) 
     return torch.randn(shape, generator=generator).mul_(deviation)
 
 
-def initialise(model: Decoder, seed: int) -> None:
-    """Gives every parameter its initial value; the same on every rank and for every layout."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(model.config, name, parameter.shape, seed))
-
-
 def next_token_loss(logits_btv: torch.Tensor, targets_bt: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats per token, in float32."""
     return F.cross_entropy(logits_btv.flatten(0, 1).float(), targets_bt.flatten())
