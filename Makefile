@@ -6,9 +6,9 @@ TORCH ?= torch==2.13.0
 export PYTHON VENV TORCH
 BIN := $(abspath $(VENV))/bin
 
-STAGES := core-tests python-tests train-tests soak simulate sanitize fuzz cuda aarch64 install-check large-messages \
+STAGES := core-tests python-tests train-tests host-tests soak simulate sanitize fuzz cuda aarch64 install-check large-messages \
   quic-probe
-.PHONY: help demo test test-all prove lint format install clean $(STAGES)
+.PHONY: help lab demo test test-all prove lint format install clean $(STAGES)
 
 help: ## This list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -21,16 +21,19 @@ demo: install ## Train a small GPT on real text over pycomm; curve in demo/curve
 
 test: ## The tests: about 12 minutes, no root, no VM.
 	@bash .ci/setup.sh test
-	@bash .ci/stages.sh core-tests python-tests train-tests
+	@bash .ci/stages.sh core-tests python-tests host-tests train-tests
 
 test-all: ## The tests, 10,000 simulations, sanitizers, fuzzers, CUDA and aarch64 builds, the probes.
 	@bash .ci/setup.sh test-all
-	@bash .ci/stages.sh core-tests python-tests train-tests simulate sanitize fuzz cuda aarch64 \
+	@bash .ci/stages.sh core-tests python-tests host-tests train-tests simulate sanitize fuzz cuda aarch64 \
 	  install-check large-messages quic-probe prove
 
 prove: ## Five claims of the transport contract, one line each.
 	@bash .ci/setup.sh test-all
 	@bash .ci/stages.sh prove
+
+lab: install ## Two hosts with 40 ms and 1 % loss between them; needs root. pycomm lab down ends it.
+	@$(BIN)/pycomm lab up --rtt 40 --loss 1 --wan-rate 1000 $(ARGS)
 
 $(STAGES):
 	@bash .ci/stages.sh $@

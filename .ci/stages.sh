@@ -32,6 +32,9 @@ python_tests() { python -m pytest tests/python tests/torch tests/tidy; }
 
 train_tests() { python -m pytest tests/train; }
 
+# Hosts that are network namespaces; without root they are skipped, with the reason.
+host_tests() { python -m pytest tests/hosts; }
+
 # Thirty deaths at random moments, saves included; not part of a test run.
 soak() { TRAIN_KILLS=${TRAIN_KILLS:-30} python -m pytest -q tests/train/test_run.py -k killed --timeout 3000; }
 

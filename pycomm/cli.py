@@ -12,6 +12,8 @@ import click
 from pycomm.bench.checks import check_backends, check_bounds, check_contestants
 from pycomm.bench.limits import print_limits
 from pycomm.bench.peer.operations import OPERATIONS, REDUCE_OPS
+from pycomm.cli_certs import certs
+from pycomm.cli_lab import lab
 from pycomm.cli_train import export, report, train
 
 COUNT = click.IntRange(1)
@@ -302,7 +304,7 @@ def print_settings() -> None:
         raise click.ClickException(resolved["complaint"])
 
 
-for command in (train, report, export):
+for command in (train, report, export, lab, certs):
     main.add_command(command)
 
 

@@ -47,28 +47,29 @@ def run_job(command: Sequence[str], num_ranks: int, *, pin: bool = False) -> int
                 if pin:
                     os.sched_setaffinity(process.pid, {cpus[rank % len(cpus)]})
                 ranks.append(process)
-            return _await_all(ranks)
+            return await_all(ranks)
         except KeyboardInterrupt:  # the terminal has sent it to the ranks too
-            _end(ranks)
+            end_all(ranks)
             return 130
         finally:
-            _end(ranks)
+            end_all(ranks)
             signal.signal(signal.SIGTERM, before)
 
 
-def _await_all(ranks: list[subprocess.Popen[bytes]]) -> int:
+def await_all(ranks: list[subprocess.Popen[bytes]]) -> int:
+    """Returns the first bad exit status, with the other ranks ended, or 0."""
     while True:
         codes = [process.poll() for process in ranks]
         bad = next((code for code in codes if code), None)
         if bad is not None:
-            _end(ranks)
+            end_all(ranks)
             return bad if bad > 0 else 128 - bad
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.02)
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+def end_all(ranks: list[subprocess.Popen[bytes]]) -> None:
     """Waits a moment, ends what is left, waits again, and kills."""
 
     def is_over(until: float) -> bool:

@@ -7,6 +7,7 @@
 #include "core_latency.h"
 #include "machine_limits.h"
 #include "pycomm/communicator.h"
+#include "relay.h"
 
 namespace py = pybind11;
 
@@ -69,4 +70,5 @@ PYBIND11_MODULE(_core, m) {
         py::arg("arguments") = std::map<std::string, std::string>(),
         "Every setting with its value, source and help; what does not parse; unknown names.");
   pycomm::python::bind_communicator(m);
+  pycomm::python::bind_relay(m);
 }

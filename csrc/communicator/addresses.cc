@@ -79,7 +79,7 @@ Result<Addresses> choose_addresses(const Options& options) {
       base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
                 "GLOO_ or NCCL_SOCKET_IFNAME is left aside: " + chosen.status().message());
     }
-  } else if (options.secret.empty() && options.bind_address != kAny) {
+  } else if (options.secret.empty() && !options.tls.is_set() && options.bind_address != kAny) {
     result.listen = "127.0.0.1";
   }
   if (!options.advertise_address.empty()) result.advertise = options.advertise_address;

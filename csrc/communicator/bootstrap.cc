@@ -4,13 +4,11 @@
 #include "communicator/bootstrap.h"
 
 #include <algorithm>
-#include <map>
 
 #include "base/log.h"
+#include "communicator/tcp_door.h"
 #include "platform/crypto.h"
 #include "platform/system.h"
-#include "transport/tcp/factory.h"
-#include "transport/tcp/membership.h"
 
 namespace pycomm::communicator {
 namespace {
@@ -19,58 +17,15 @@ using base::TimeNs;
 using platform::real_clock;
 using platform::UniqueFd;
 using transport::CoreLink;
-using transport::tcp::Membership;
 
-// One stranger that connects and says nothing may not hold up a group for longer.
-constexpr TimeNs kHandshakeNs = 5'000'000'000;
-constexpr std::size_t kPendingMax = 64;
-constexpr std::int64_t kRetryNs = 20'000'000;
 constexpr TimeNs kFirstWordNs = 500'000'000;
 constexpr int kRefusalsLogged = 5;  // of one group's creation
-
-TimeNs handshake_deadline(TimeNs deadline) {
-  return std::min(deadline, real_clock().now_ns() + kHandshakeNs);
-}
 
 Status about_rank(const Status& status, Rank rank, const char* doing) {
   if (status.is_ok()) return status;
   return Status::error(
       status.code(), std::string(doing) + " rank " + std::to_string(rank) + ": " + status.message(),
       rank);
-}
-
-// Drives a membership over a stream until done.
-// *was_heard tells whether the peer said anything at all.
-Status drive(Membership& membership, int fd, Meeting& meeting, TimeNs deadline, bool* was_heard) {
-  std::string out = membership.start();
-  for (;;) {
-    while (!out.empty()) {
-      const iovec vector{out.data(), out.size()};
-      const platform::IoResult sent = platform::write_vectors(fd, &vector, 1);
-      if (sent.outcome == platform::IoOutcome::kMoved) {
-        out.erase(0, sent.bytes);
-      } else if (sent.outcome != platform::IoOutcome::kWouldBlock) {
-        return Status::error(StatusCode::kSystem, "the connection broke during the handshake");
-      }
-    }
-    if (membership.is_done()) return Status();
-    char buffer[256];
-    const std::size_t want = std::min(sizeof buffer, membership.wanted());
-    const platform::IoResult got = platform::read_some(fd, buffer, want);
-    if (got.outcome == platform::IoOutcome::kMoved) {
-      *was_heard = true;
-      PYCOMM_RETURN_IF_ERROR(membership.feed({buffer, got.bytes}, &out));
-    } else if (got.outcome == platform::IoOutcome::kWouldBlock) {
-      if (real_clock().now_ns() > deadline) {
-        return Status::error(StatusCode::kTimeout, "the handshake took too long");
-      }
-      PYCOMM_RETURN_IF_ERROR(meeting.check_now_and_then());
-      platform::sleep_ns(100'000);
-    } else {
-      return Status::error(StatusCode::kInvalidUsage,
-                           "the peer closed the connection during the handshake (another secret?)");
-    }
-  }
 }
 
 class Connector {
@@ -82,7 +37,10 @@ class Connector {
         hellos_(hellos),
         rank_(rank),
         options_(options),
-        deadline_(deadline) {}
+        deadline_(deadline),
+        tcp_(engine, meeting, hellos, rank, options, deadline) {}
+
+  Status open() { return tcp_.open(); }
 
   Status connect_lower() {
     for (Rank peer = 0; peer < rank_; ++peer) {
@@ -114,7 +72,7 @@ class Connector {
                              missing);
       }
       PYCOMM_RETURN_IF_ERROR(meeting_.check_now_and_then());
-      const bool moved = accept_local() | accept_tcp();
+      const bool moved = accept_local() | tcp_.accept();
       if (!moved) platform::sleep_ns(200'000);
     }
   }
@@ -122,16 +80,9 @@ class Connector {
  private:
   // One that came before this group knew of it.
   Status take_up(Stashed early) {
-    if (!early.is_local) return add_tcp(std::move(early.fd), early.process_id);
-    return establish_shm(std::move(early.fd), early.process_id, handshake_deadline(deadline_));
+    if (early.stream) return tcp_.take_up(std::move(early));
+    return establish_shm(std::move(early.local), early.process_id, handshake_deadline(deadline_));
   }
-
-  struct Pending {
-    UniqueFd fd;
-    Membership membership;
-    TimeNs deadline;
-    std::string out;
-  };
 
   const Hello& hello(Rank rank) const { return hellos_[static_cast<std::size_t>(rank)]; }
   Rank size() const { return static_cast<Rank>(hellos_.size()); }
@@ -194,7 +145,7 @@ class Connector {
       return Status::error(StatusCode::kInternal, "it speaks another language");
     }
     if (!is_awaited(process_id)) {
-      engine_.stash({process_id, std::move(socket), true});
+      engine_.stash({process_id, std::move(socket), nullptr});
       return Status();
     }
     return establish_shm(std::move(socket), process_id, until);
@@ -214,16 +165,25 @@ class Connector {
   }
 
   // --- TCP
+  Status connect_tcp(const Hello& theirs) {
+    if (const Viability crypto = platform::crypto_viability(); !crypto.viable) {
+      return Status::error(StatusCode::kSystem, "TCP needs libcrypto: " + crypto.reason);
+    }
+    auto secret = secret_for(theirs);
+    if (!secret.is_ok()) return secret.status();
+    return tcp_.connect(theirs, secret.value());
+  }
+
   // The secret of a pair: the job's, or, among processes of one user on one host, the acceptor's,
-  // handed over its local socket after a look at the peer's credentials.
+  // handed over its local socket after a look at the peer's credentials. Certificates need none.
   Result<std::string> secret_for(const Hello& acceptor) {
-    if (!options_.secret.empty()) return options_.secret;
+    if (!options_.secret.empty() || options_.tls.is_set()) return options_.secret;
     if (acceptor.host != hello(rank_).host) {
       return Status::error(
           StatusCode::kInvalidUsage,
-          "ranks on several hosts need a secret that proves membership: write 32 random bytes to "
-          "a file of mode 0600 (head -c 32 /dev/urandom | base64 > secret), copy it to every host "
-          "and set PYCOMM_SECRET_FILE to its path");
+          "ranks on several hosts have to prove that they are of this job: by certificates, which "
+          "encrypt too (pycomm certs, then PYCOMM_CERTS), or by a secret (head -c 32 /dev/urandom "
+          "| base64 > secret; chmod 600 secret, copied to every host, PYCOMM_SECRET_FILE)");
     }
     auto socket = platform::connect_local(acceptor.local_name, deadline_);
     if (!socket.is_ok()) return socket.status();
@@ -240,144 +200,13 @@ class Connector {
     return platform::receive_with_fds(socket.value().get(), 0, &fds, until);
   }
 
-  Status connect_tcp(const Hello& theirs) {
-    if (const Viability crypto = platform::crypto_viability(); !crypto.viable) {
-      return Status::error(StatusCode::kSystem, "TCP needs libcrypto: " + crypto.reason);
-    }
-    if (theirs.has_secret != !options_.secret.empty()) {
-      return Status::error(StatusCode::kInvalidUsage,
-                           "one rank has PYCOMM_SECRET_FILE set and the other has not");
-    }
-    auto secret = secret_for(theirs);
-    if (!secret.is_ok()) return secret.status();
-    const bool is_local = theirs.host == hello(rank_).host;
-    const std::string& address = is_local ? theirs.tcp_local_address : theirs.tcp_address;
-    if (!is_local) {
-      if (const Viability reach = is_reachable_from_elsewhere(address); !reach.viable) {
-        return Status::error(StatusCode::kInvalidUsage, reach.reason);
-      }
-      PYCOMM_RETURN_IF_ERROR(announce_plaintext(address));
-    }
-    for (;;) {
-      // It has listened since before it said hello: who does not answer soon never will.
-      const TimeNs until = std::min(
-          deadline_, base::deadline_after(real_clock().now_ns(), options_.connect_timeout_ms));
-      auto stream = platform::connect_tcp(address, theirs.tcp_port, until);
-      if (!stream.is_ok()) return explain_unreachable(stream.status(), address, theirs.tcp_port);
-      Membership membership = Membership::connector(secret.value(), engine_.process_id(),
-                                                    theirs.process_id, platform::random_hex128());
-      bool was_heard = false;
-      Status status = drive(membership, stream.value().get(), meeting_, deadline_, &was_heard);
-      if (status.is_ok()) return add_tcp(std::move(stream).value(), theirs.process_id);
-      // Cut off before a word: the acceptor made room for others. It will listen again.
-      if (was_heard || real_clock().now_ns() > deadline_) return status;
-      platform::sleep_ns(kRetryNs);
-    }
-  }
-
-  Status explain_unreachable(const Status& status, const std::string& address,
-                             std::uint16_t port) const {
-    return Status::error(
-        status.code() == StatusCode::kTimeout ? StatusCode::kSystem : status.code(),
-        status.message() + "; it listens on port " + std::to_string(port) + " and advertises " +
-            address +
-            ": is that the interface to use (PYCOMM_SOCKET_IFNAME, "
-            "PYCOMM_ADVERTISE_ADDR there), and does a firewall let the port through "
-            "(PYCOMM_PORT_RANGE)?");
-  }
-
-  Status announce_plaintext(const std::string& address) {
-    if (platform::is_public_address(address) && !options_.allow_public_plaintext) {
-      return Status::error(StatusCode::kInvalidUsage,
-                           "refusing plain TCP to the public address " + address +
-                               "; use a private network, or set PYCOMM_ALLOW_PUBLIC_PLAINTEXT=1 "
-                               "if you accept that everyone on the path can read the gradients");
-    }
-    static std::atomic<bool> said{false};
-    if (!said.exchange(true)) {
-      base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
-                "TCP between hosts is authenticated at connect but not encrypted");
-    }
-    return Status();
-  }
-
-  Status add_tcp(UniqueFd stream, const std::string& process_id) {
-    transport::tcp::LinkOptions options;
-    options.eager_bytes_max = options_.eager_bytes_max;
-    return engine_.add_link(process_id, transport::tcp::make_link(std::move(stream), options));
-  }
-
-  bool accept_tcp() {
-    bool moved = false;
-    UniqueFd fd = platform::accept_one(engine_.tcp_listener().fd.get());
-    // The oldest makes room: who proves membership does so at once, strangers linger.
-    if (fd && pending_.size() >= kPendingMax) pending_.erase(pending_.begin());
-    if (fd && platform::crypto_viability().viable && platform::configure_stream(fd.get()).is_ok()) {
-      const std::string& secret =
-          options_.secret.empty() ? engine_.local_secret() : options_.secret;
-      pending_.push_back(
-          {std::move(fd),
-           Membership::acceptor(secret, engine_.process_id(), platform::random_hex128()),
-           handshake_deadline(deadline_),
-           {}});
-      moved = true;
-    }
-    for (auto it = pending_.begin(); it != pending_.end();) {
-      bool over = false;
-      moved |= advance(*it, &over);
-      it = over ? pending_.erase(it) : std::next(it);
-    }
-    return moved;
-  }
-
-  // Moves one handshake on; sets *over when it became a link or was given up.
-  bool advance(Pending& pending, bool* over) {
-    char buffer[256];
-    const std::size_t want = std::min(sizeof buffer, pending.membership.wanted());
-    const platform::IoResult got = platform::read_some(pending.fd.get(), buffer, want);
-    if (got.outcome == platform::IoOutcome::kWouldBlock) {
-      *over = real_clock().now_ns() > pending.deadline;
-      return *over;
-    }
-    Status status;
-    if (got.outcome != platform::IoOutcome::kMoved) {
-      status =
-          Status::error(StatusCode::kSystem,
-                        "it closed during the handshake; a rank with another PYCOMM_SECRET_FILE?");
-    } else {
-      status = pending.membership.feed({buffer, got.bytes}, &pending.out);
-    }
-    if (status.is_ok() && !pending.out.empty()) {
-      // At most a hundred bytes on a fresh connection: the socket's buffer takes them whole.
-      const iovec vector{pending.out.data(), pending.out.size()};
-      const platform::IoResult sent = platform::write_vectors(pending.fd.get(), &vector, 1);
-      if (sent.bytes != pending.out.size()) {
-        status = Status::error(StatusCode::kSystem, "it takes no answer");
-      }
-      pending.out.clear();
-    }
-    if (status.is_ok() && pending.membership.is_done()) {
-      *over = true;
-      if (is_awaited(pending.membership.peer())) {
-        status = add_tcp(std::move(pending.fd), pending.membership.peer());
-      } else {
-        engine_.stash({pending.membership.peer(), std::move(pending.fd), false});
-      }
-    }
-    if (!status.is_ok()) {
-      *over = true;
-      log_refusal("a TCP connection", status);
-    }
-    return true;
-  }
-
   Engine& engine_;
   Meeting& meeting_;
   const std::vector<Hello>& hellos_;
   const Rank rank_;
   const Options& options_;
   const TimeNs deadline_;
-  std::vector<Pending> pending_;
+  TcpDoor tcp_;
   int num_refusals_ = 0;
 };
 
@@ -437,6 +266,7 @@ Result<std::vector<std::shared_ptr<CoreLink>>> connect_all(Engine& engine, Meeti
                                                            Rank rank, const Options& options,
                                                            TimeNs deadline) {
   Connector connector(engine, meeting, hellos, rank, options, deadline);
+  PYCOMM_RETURN_IF_ERROR(connector.open());
   PYCOMM_RETURN_IF_ERROR(connector.connect_lower());
   PYCOMM_RETURN_IF_ERROR(connector.accept_higher());
   std::vector<std::shared_ptr<CoreLink>> links;

@@ -27,11 +27,13 @@ struct Hello {
   std::string tcp_address;
   std::string tcp_local_address;  // for ranks on the same host
   std::uint16_t tcp_port = 0;
-  bool has_secret = false;
+  std::string proof;        // how it proves membership: "none", "secret", "certificate" or both
   std::string cpus;         // processors that this rank may run on, platform::allowed_cpus()
   std::uint64_t nonce = 0;  // rank 0's becomes the group's id
 };
 
+// "none", "secret", "certificate", or "certificate and secret".
+std::string proof_of(const Options& options);
 std::string encode(const Hello& hello);
 // Errors: kInternal for anything that encode() cannot have written.
 Result<Hello> decode(const std::string& text);

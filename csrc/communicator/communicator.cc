@@ -47,7 +47,7 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
   const std::string& listen = engine.addresses().listen;
   hello.tcp_local_address = listen.empty() ? "127.0.0.1" : listen;
   hello.tcp_port = engine.tcp_listener().port;
-  hello.has_secret = !options.secret.empty();
+  hello.proof = proof_of(options);
   hello.cpus = platform::allowed_cpus();
   hello.nonce = platform::random_u64() >> 1;  // bit 63 is the engine's, see kArenaRegion
   return hello;

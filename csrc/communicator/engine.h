@@ -18,6 +18,7 @@
 #include "communicator/addresses.h"
 #include "communicator/crowding.h"
 #include "communicator/group.h"
+#include "platform/byte_stream.h"
 #include "platform/poller.h"
 #include "platform/sockets.h"
 #include "transport/core_link.h"
@@ -38,8 +39,8 @@ inline constexpr std::uint64_t kFirstLinkToken = 16;
 // A connection that proved whose it is before anyone here waited for it.
 struct Stashed {
   std::string process_id;
-  platform::UniqueFd fd;
-  bool is_local = false;  // of a local socket, else TCP
+  platform::UniqueFd local;                      // a local socket, or
+  std::unique_ptr<platform::ByteStream> stream;  // a stream on which membership is done
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {

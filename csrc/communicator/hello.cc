@@ -39,6 +39,11 @@ bool is_process_id(const std::string& text) { return text.size() == 32 && is_hex
 
 }  // namespace
 
+std::string proof_of(const Options& options) {
+  if (!options.tls.is_set()) return options.secret.empty() ? "none" : "secret";
+  return options.secret.empty() ? "certificate" : "certificate and secret";
+}
+
 std::string encode(const Hello& h) {
   const auto line = [](const char* key, const std::string& value) {
     return std::string(key) + "=" + plain(value) + "\n";
@@ -49,9 +54,8 @@ std::string encode(const Hello& h) {
          line("host", h.host) + line("shm_domain", h.shm_domain) +
          line("shm_refusal", h.shm_refusal) + line("local_name", h.local_name) +
          line("tcp_address", h.tcp_address) + line("tcp_local_address", h.tcp_local_address) +
-         line("tcp_port", std::to_string(h.tcp_port)) +
-         line("has_secret", h.has_secret ? "1" : "0") + line("cpus", h.cpus) +
-         line("nonce", std::to_string(h.nonce));
+         line("tcp_port", std::to_string(h.tcp_port)) + line("proof", h.proof) +
+         line("cpus", h.cpus) + line("nonce", std::to_string(h.nonce));
 }
 
 Result<Hello> decode(const std::string& text) {
@@ -82,7 +86,7 @@ Result<Hello> decode(const std::string& text) {
   h.local_name = fields["local_name"];
   h.tcp_address = fields["tcp_address"];
   h.tcp_local_address = fields["tcp_local_address"];
-  h.has_secret = fields["has_secret"] == "1";
+  h.proof = fields["proof"];
   h.cpus = fields["cpus"];
   const bool is_valid =
       parse(fields["world_size"], &h.world_size) && parse(fields["tcp_port"], &h.tcp_port) &&

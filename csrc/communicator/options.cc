@@ -47,6 +47,27 @@ Take text(std::string Options::* member) {
   };
 }
 
+Take tls_text(std::string TlsOptions::* member) {
+  return [=](const std::string& value, Options& options) {
+    options.tls.*member = value;
+    return std::string();
+  };
+}
+
+// Of a folder that `pycomm certs issue` made; single settings come after and count for more.
+std::string take_certs(const std::string& folder, Options& options) {
+  options.tls.ca_file = folder + "/ca.pem";
+  options.tls.certificate_file = folder + "/certificate.pem";
+  options.tls.key_file = folder + "/key.pem";
+  if (const auto peers = platform::read_file(folder + "/peers")) {
+    options.tls.peer_name = peers->substr(0, peers->find_first_of("\r\n"));
+  }
+  if (platform::read_file(folder + "/denied")) options.tls.denied_file = folder + "/denied";
+  return platform::read_file(options.tls.certificate_file)
+             ? ""
+             : "is no folder with ca.pem, certificate.pem and key.pem (pycomm certs issue)";
+}
+
 Take flag(bool Options::* member) {
   return [=](const std::string& value, Options& options) -> std::string {
     if (value != "0" && value != "1") return "is neither 0 nor 1";
@@ -163,6 +184,16 @@ const std::vector<Known>& known_settings() {
       {"PYCOMM_SECRET_FILE", "", "file of mode 0600 with the job's secret; needed between hosts",
        take_secret_file},
       {"PYCOMM_SECRET", "", "the secret itself; prefer the file", take_secret},
+      {"PYCOMM_CERTS", "", "folder of `pycomm certs issue`: encrypts between hosts", take_certs},
+      {"PYCOMM_TLS_CA", "", "certificate of the CA that all ranks trust (PEM)",
+       tls_text(&TlsOptions::ca_file)},
+      {"PYCOMM_TLS_CERT", "", "this process's certificate and its chain (PEM)",
+       tls_text(&TlsOptions::certificate_file)},
+      {"PYCOMM_TLS_KEY", "", "its key (PEM, mode 0600)", tls_text(&TlsOptions::key_file)},
+      {"PYCOMM_TLS_PEERS", "", "name in rank r's certificate, such as rank-{rank}.job.example.com",
+       tls_text(&TlsOptions::peer_name)},
+      {"PYCOMM_TLS_DENIED", "", "file of SHA-256 fingerprints that are refused, one a line",
+       tls_text(&TlsOptions::denied_file)},
       {"PYCOMM_ALLOW_PUBLIC_PLAINTEXT", "0", "1: plain TCP even between public addresses",
        flag(&Options::allow_public_plaintext)},
       {"PYCOMM_FLIGHT_RECORDER", "",
@@ -174,6 +205,21 @@ const std::vector<Known>& known_settings() {
        [](const std::string&, Options&) { return std::string(); }},
   };
   return *known;
+}
+
+std::string complaint_about(const TlsOptions& tls) {
+  if (!tls.is_set()) return "";
+  std::string missing;
+  const auto need = [&](const std::string& value, const char* name) {
+    if (value.empty()) missing += (missing.empty() ? "" : ", ") + std::string(name);
+  };
+  need(tls.ca_file, "PYCOMM_TLS_CA");
+  need(tls.certificate_file, "PYCOMM_TLS_CERT");
+  need(tls.key_file, "PYCOMM_TLS_KEY");
+  need(tls.peer_name, "PYCOMM_TLS_PEERS");
+  if (missing.empty()) return "";
+  return "Encryption between hosts needs " + missing +
+         " too, or PYCOMM_CERTS with all of them (pycomm certs issue). ";
 }
 
 using Values = std::map<std::string, std::pair<std::string, std::string>>;  // name: value, source
@@ -297,6 +343,7 @@ Resolution resolve_options(const std::map<std::string, std::string>& arguments) 
                               ") means nothing to pycomm; did you mean " + nearest_name(name) +
                               "?");
   }
+  result.complaint += complaint_about(result.options.tls);
   if (!result.complaint.empty()) result.complaint.pop_back();
   result.options.complaint = result.complaint;
   static std::atomic<bool> told{false};
@@ -315,6 +362,15 @@ Resolution resolve_options(const std::map<std::string, std::string>& arguments) 
               setting.name + "=" + setting.value + " (" + setting.source + ")");
   }
   return result;
+}
+
+std::string TlsOptions::name_of(int rank) const {
+  constexpr std::string_view kPlace = "{rank}";
+  std::string name = peer_name;
+  if (const std::size_t at = name.find(kPlace); at != std::string::npos) {
+    name.replace(at, kPlace.size(), std::to_string(rank));
+  }
+  return name;
 }
 
 std::string Options::plan_fingerprint() const {

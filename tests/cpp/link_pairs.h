@@ -67,8 +67,8 @@ inline LinkPair make_tcp_pair() {
   while (!(server = platform::accept_one(listener.fd.get()))) platform::yield_thread();
   if (!platform::configure_stream(server.get()).is_ok()) std::abort();
   LinkPair pair;
-  pair.a = transport::tcp::make_link(std::move(client), {});
-  pair.b = transport::tcp::make_link(std::move(server), {});
+  pair.a = transport::tcp::make_link(platform::make_plain_stream(std::move(client)), {});
+  pair.b = transport::tcp::make_link(platform::make_plain_stream(std::move(server)), {});
   pair.pump = [a = pair.a, b = pair.b] {
     a->progress();
     b->progress();

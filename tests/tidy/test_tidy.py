@@ -36,6 +36,7 @@ MAY_INCLUDE = {
     "base": set[str](),
     "platform": {"base"},
     "kernels": {"base"},
+    "lab": {"base", "platform"},
     "transport": {"base", "platform", "kernels"},
     "collectives": {"base", "kernels"},
     "communicator": {"base", "platform", "kernels", "transport", "collectives"},

@@ -19,6 +19,18 @@ struct PortRange {
   std::uint16_t last = 0;
 };
 
+// Who this process is to others and whom it trusts: PEM files, as `pycomm certs` makes them.
+struct TlsOptions {
+  std::string ca_file;           // who vouches for everyone
+  std::string certificate_file;  // this process's, and the chain up to the CA
+  std::string key_file;          // 0600
+  std::string peer_name;         // of rank r's certificate; "{rank}" in it stands for r
+  std::string denied_file;       // SHA-256 fingerprints that are refused all the same; may be empty
+
+  bool is_set() const { return !ca_file.empty() || !certificate_file.empty() || !key_file.empty(); }
+  std::string name_of(int rank) const;
+};
+
 struct Options {
   TransportChoice transport = TransportChoice::kAuto;
   std::int64_t timeout_ms = 1'800'000;       // per operation, and for creating the group
@@ -32,6 +44,7 @@ struct Options {
   bool tunes = true;                         // finds the best way among ranks of a host by timing
   std::string tuning_file;                   // what was learnt; empty: in the user's cache
   std::string secret;                        // per-job secret; empty: one host only
+  TlsOptions tls;                            // encryption between hosts; not set: none
   std::string interfaces;                    // PYCOMM_SOCKET_IFNAME
   bool interfaces_are_borrowed = false;      // from a variable of gloo or NCCL: a wish, no order
   std::string bind_address;                  // of listeners; empty: chosen

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "platform/fd.h"
+#include "platform/byte_stream.h"
 #include "transport/core_link.h"
 
 namespace pycomm::transport::tcp {
@@ -12,7 +12,8 @@ struct LinkOptions {
   std::uint64_t eager_bytes_max = 8 * 1024;
 };
 
-// Takes a connected, configured stream on which Membership is done.
-std::unique_ptr<CoreLink> make_link(platform::UniqueFd stream, const LinkOptions& options);
+// Takes a connected stream, plain or under TLS, on which Membership is done.
+std::unique_ptr<CoreLink> make_link(std::unique_ptr<platform::ByteStream> stream,
+                                    const LinkOptions& options);
 
 }  // namespace pycomm::transport::tcp

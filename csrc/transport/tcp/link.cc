@@ -1,5 +1,6 @@
 // A TCP link: frames back to back on one stream. Payload is gathered from the sender's memory by
 // sendmsg and received straight into its destination; only headers and small frames pass a buffer.
+// Under TLS the payload of one side passes OpenSSL's buffers.
 #include <cstring>
 #include <vector>
 
@@ -19,14 +20,14 @@ constexpr std::uint64_t kDirectReadBytes = 4 * 1024;
 
 class TcpLink final : public CoreLink {
  public:
-  TcpLink(platform::UniqueFd stream, const CoreOptions& options)
+  TcpLink(std::unique_ptr<platform::ByteStream> stream, const CoreOptions& options)
       : CoreLink(options, nullptr), stream_(std::move(stream)), buffer_(kReadBufferBytes) {}
 
-  const char* transport() const override { return "tcp"; }
-  int fd() const override { return stream_.get(); }
+  const char* transport() const override { return stream_->is_encrypted() ? "tls" : "tcp"; }
+  int fd() const override { return stream_->fd(); }
   bool wants_write() const override { return write_blocked_; }
   // Closing with unread bytes resets the connection and may cost the peer our last ones.
-  void end_writing() override { platform::end_writing(stream_.get()); }
+  void end_writing() override { stream_->end_writing(); }
   bool awaits_peers_end() const override { return true; }
 
   bool progress() override {
@@ -45,11 +46,11 @@ class TcpLink final : public CoreLink {
   // --- out
   bool transmit() {
     bool moved = false;
-    write_blocked_ = false;
-    while (core_.front() != nullptr) {
+    write_blocked_ = stream_->flush().outcome == IoOutcome::kWouldBlock;
+    while (!write_blocked_ && core_.front() != nullptr) {
       iovec vectors[2 * kFramesPerWrite];
       const int count = gather(vectors);
-      const IoResult result = platform::write_vectors(stream_.get(), vectors, count);
+      const IoResult result = stream_->write_vectors(vectors, count);
       if (result.outcome == IoOutcome::kWouldBlock) {
         write_blocked_ = true;
         break;
@@ -110,11 +111,10 @@ class TcpLink final : public CoreLink {
                               : nullptr;
       IoResult result;
       if (target != nullptr) {
-        result = platform::read_some(stream_.get(), target + payload_done_, payload_left_);
+        result = stream_->read_some(target + payload_done_, payload_left_);
       } else {
         compact();
-        result =
-            platform::read_some(stream_.get(), buffer_.data() + filled_, buffer_.size() - filled_);
+        result = stream_->read_some(buffer_.data() + filled_, buffer_.size() - filled_);
       }
       if (result.outcome == IoOutcome::kWouldBlock) return moved;
       if (result.outcome != IoOutcome::kMoved) {
@@ -179,16 +179,16 @@ class TcpLink final : public CoreLink {
 
   void lose(const IoResult& result) {
     if (peer_departed()) {
-      platform::end_writing(stream_.get());
+      stream_->end_writing();
       return end_after_goodbye();
     }
     const std::string why = result.outcome == IoOutcome::kClosed
                                 ? "its process ended without a goodbye"
-                                : std::string("TCP: ") + std::strerror(result.error);
+                                : stream_->explain(result);
     fail(Status::error(StatusCode::kPeerLost, why));
   }
 
-  platform::UniqueFd stream_;
+  const std::unique_ptr<platform::ByteStream> stream_;
   std::uint64_t front_written_ = 0;  // bytes of the front frame that have left
   bool write_blocked_ = false;
   std::vector<std::byte> buffer_;
@@ -201,7 +201,8 @@ class TcpLink final : public CoreLink {
 
 }  // namespace
 
-std::unique_ptr<CoreLink> make_link(platform::UniqueFd stream, const LinkOptions& options) {
+std::unique_ptr<CoreLink> make_link(std::unique_ptr<platform::ByteStream> stream,
+                                    const LinkOptions& options) {
   CoreOptions core;
   core.eager_bytes_max = options.eager_bytes_max;
   return std::make_unique<TcpLink>(std::move(stream), core);

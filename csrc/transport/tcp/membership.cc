@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::size_t kIdBytes = 32;
 constexpr std::size_t kMacBytes = 32;
+constexpr std::size_t kReasonBytesMax = 250;
 
 std::string preamble() {
   std::string text = "pycommT";
@@ -40,19 +41,26 @@ Status wrong_secret() {
                        "files with the same contents on every host)");
 }
 
+Status refused(std::string reason) {
+  for (char& c : reason) {
+    if (c < ' ' || c > '~') c = '?';
+  }
+  return Status::error(StatusCode::kInvalidUsage, "the peer refused: " + reason);
+}
+
 }  // namespace
 
 Membership Membership::connector(std::string secret, const std::string& self,
                                  const std::string& peer, const std::string& nonce) {
   Membership m;
   PYCOMM_CHECK(is_hex_id(self) && is_hex_id(peer) && is_hex_id(nonce));
-  m.state_ = State::kChallenge;
+  m.state_ = State::kAnswer;
   m.secret_ = std::move(secret);
   m.self_ = self;
   m.peer_ = peer;
   m.nonce_ = nonce;
   m.transcript_ = preamble() + self + peer + nonce;
-  m.wanted_ = kIdBytes + kMacBytes;
+  m.wanted_ = 1;
   return m;
 }
 
@@ -68,7 +76,17 @@ Membership Membership::acceptor(std::string secret, const std::string& self,
 }
 
 std::string Membership::start() const {
-  return state_ == State::kChallenge ? transcript_ : std::string();
+  return state_ == State::kAnswer ? transcript_ : std::string();
+}
+
+std::string Membership::refusal(std::string_view reason) {
+  reason = reason.substr(0, kReasonBytesMax);
+  return 'r' + std::string(1, static_cast<char>(reason.size())) + std::string(reason);
+}
+
+void Membership::expect(State state, std::size_t bytes) {
+  state_ = state;
+  wanted_ = bytes;
 }
 
 std::string Membership::mac(const char* label) const {
@@ -92,6 +110,15 @@ Status Membership::feed(std::string_view in, std::string* out) {
 Status Membership::step(std::string* out) {
   switch (state_) {
     case State::kHello: return on_hello(out);
+    case State::kAnswer:
+      if (buffer_ == "r") {
+        expect(State::kRefusal, 1);
+      } else if (buffer_ == "c") {
+        expect(State::kChallenge, kIdBytes + kMacBytes);
+      } else {
+        return Status::error(StatusCode::kInternal, "the peer does not speak this protocol");
+      }
+      return Status();
     case State::kChallenge: return on_challenge(out);
     case State::kProof:
       if (!same_mac(buffer_, mac("connector"))) return wrong_secret();
@@ -99,9 +126,20 @@ Status Membership::step(std::string* out) {
       state_ = State::kDone;
       return Status();
     case State::kVerdict:
+      if (buffer_ == "r") {
+        expect(State::kRefusal, 1);
+        return Status();
+      }
       if (buffer_ != "k") return wrong_secret();
       state_ = State::kDone;
       return Status();
+    case State::kRefusal: {
+      const auto bytes = static_cast<unsigned char>(buffer_[0]);
+      if (bytes == 0) return refused("no reason given");
+      expect(State::kReason, bytes);
+      return Status();
+    }
+    case State::kReason: return refused(buffer_);
     case State::kDone: break;
   }
   return Status();
@@ -124,9 +162,8 @@ Status Membership::on_hello(std::string* out) {
   }
   peer_ = from;
   transcript_ = buffer_ + nonce_;
-  *out += nonce_ + mac("acceptor");
-  state_ = State::kProof;
-  wanted_ = kMacBytes;
+  *out += 'c' + nonce_ + mac("acceptor");
+  expect(State::kProof, kMacBytes);
   return Status();
 }
 
@@ -137,8 +174,7 @@ Status Membership::on_challenge(std::string* out) {
   transcript_ += nonce;
   if (!same_mac(answer.substr(kIdBytes), mac("acceptor"))) return wrong_secret();
   *out += mac("connector");
-  state_ = State::kVerdict;
-  wanted_ = 1;
+  expect(State::kVerdict, 1);
   return Status();
 }
 
