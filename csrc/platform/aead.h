@@ -38,7 +38,7 @@ class Aead {
   // Opens in place; `sealed` ends with the tag. False: forged, and the bytes are wiped.
   virtual bool open(const Nonce& nonce, std::span<const std::uint8_t> aad,
                     std::span<std::uint8_t> sealed) = 0;
-  virtual const char* library() const = 0;
+  virtual const char* library_name() const = 0;
 };
 
 // Header protection with a key of its own, which outlives key updates.
@@ -54,8 +54,5 @@ Result<std::unique_ptr<Aead>> make_aead(Cipher cipher, std::span<const std::uint
                                         CryptoLibrary library = CryptoLibrary::kAny);
 Result<std::unique_ptr<HeaderProtection>> make_header_protection(
     Cipher cipher, std::span<const std::uint8_t> key, CryptoLibrary library = CryptoLibrary::kAny);
-
-// Overwrites in a way that the compiler keeps.
-void wipe(void* data, std::size_t bytes);
 
 }  // namespace pycomm::platform

@@ -28,6 +28,20 @@ struct Loaded {
     }
 #define PYCOMM_BIND(from, name) bind(from, #name, &library.name)
     PYCOMM_BIND(crypto, EVP_sha256);
+    PYCOMM_BIND(crypto, EVP_aes_128_gcm);
+    PYCOMM_BIND(crypto, EVP_chacha20_poly1305);
+    PYCOMM_BIND(crypto, EVP_aes_128_ecb);
+    PYCOMM_BIND(crypto, EVP_chacha20);
+    PYCOMM_BIND(crypto, EVP_CIPHER_CTX_new);
+    PYCOMM_BIND(crypto, EVP_CIPHER_CTX_free);
+    PYCOMM_BIND(crypto, EVP_CIPHER_CTX_ctrl);
+    PYCOMM_BIND(crypto, EVP_CIPHER_CTX_set_padding);
+    PYCOMM_BIND(crypto, EVP_EncryptInit_ex);
+    PYCOMM_BIND(crypto, EVP_EncryptUpdate);
+    PYCOMM_BIND(crypto, EVP_EncryptFinal_ex);
+    PYCOMM_BIND(crypto, EVP_DecryptInit_ex);
+    PYCOMM_BIND(crypto, EVP_DecryptUpdate);
+    PYCOMM_BIND(crypto, EVP_DecryptFinal_ex);
     PYCOMM_BIND(crypto, X509_digest);
     PYCOMM_BIND(crypto, X509_check_host);
     PYCOMM_BIND(crypto, X509_free);

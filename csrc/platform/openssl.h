@@ -18,12 +18,32 @@ struct Checking;     // X509_STORE_CTX
 struct Bio;          // BIO
 struct BioMethod;    // BIO_METHOD
 struct Digest;       // EVP_MD
+struct Cipher;       // EVP_CIPHER
+struct CipherState;  // EVP_CIPHER_CTX
 
 using VerifyCallback = int (*)(int ok, Checking* checking);
 
 struct Library {
   // libcrypto
   const Digest* (*EVP_sha256)();
+  const Cipher* (*EVP_aes_128_gcm)();
+  const Cipher* (*EVP_chacha20_poly1305)();
+  const Cipher* (*EVP_aes_128_ecb)();
+  const Cipher* (*EVP_chacha20)();
+  CipherState* (*EVP_CIPHER_CTX_new)();
+  void (*EVP_CIPHER_CTX_free)(CipherState*);
+  int (*EVP_CIPHER_CTX_ctrl)(CipherState*, int type, int number, void* pointer);
+  int (*EVP_CIPHER_CTX_set_padding)(CipherState*, int);
+  int (*EVP_EncryptInit_ex)(CipherState*, const Cipher*, void* engine, const unsigned char* key,
+                            const unsigned char* iv);
+  int (*EVP_EncryptUpdate)(CipherState*, unsigned char* out, int* written, const unsigned char* in,
+                           int bytes);
+  int (*EVP_EncryptFinal_ex)(CipherState*, unsigned char* out, int* written);
+  int (*EVP_DecryptInit_ex)(CipherState*, const Cipher*, void* engine, const unsigned char* key,
+                            const unsigned char* iv);
+  int (*EVP_DecryptUpdate)(CipherState*, unsigned char* out, int* written, const unsigned char* in,
+                           int bytes);
+  int (*EVP_DecryptFinal_ex)(CipherState*, unsigned char* out, int* written);
   int (*X509_digest)(const Certificate*, const Digest*, unsigned char* out, unsigned* bytes);
   int (*X509_check_host)(Certificate*, const char* name, std::size_t bytes, unsigned flags,
                          char** peer_name);
