@@ -5,6 +5,7 @@
 #include "bare_loops.h"
 #include "communicator.h"
 #include "core_latency.h"
+#include "handshaker.h"
 #include "machine_limits.h"
 #include "pycomm/communicator.h"
 #include "relay.h"
@@ -71,4 +72,5 @@ PYBIND11_MODULE(_core, m) {
         "Every setting with its value, source and help; what does not parse; unknown names.");
   pycomm::python::bind_communicator(m);
   pycomm::python::bind_relay(m);
+  pycomm::python::install_handshaker();
 }

@@ -4,6 +4,7 @@
 
 #include "allocator.h"
 #include "process_group.h"
+#include "python/handshaker.h"
 #include "python/rows.h"
 
 namespace py = pybind11;
@@ -35,6 +36,7 @@ std::string dump_flight_records(ProcessGroup& group, const std::string& folder) 
 }  // namespace
 
 PYBIND11_MODULE(_torch, m) {
+  pycomm::python::install_handshaker();
   m.attr("torch_version") = PYCOMM_TORCH_VERSION;
   py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>(m, "ProcessGroupPycomm")
       .def_property_readonly("options", &ProcessGroup::getBackendOptions)

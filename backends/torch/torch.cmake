@@ -23,6 +23,7 @@ list(GET PYCOMM_TORCH_FACTS 2 PYCOMM_TORCH_ABI)
 message(STATUS "torch ${PYCOMM_TORCH_VERSION} in ${PYCOMM_TORCH_DIR}")
 
 file(GLOB PYCOMM_TORCH_SOURCES CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/*.cc)
+list(APPEND PYCOMM_TORCH_SOURCES ${CMAKE_SOURCE_DIR}/backends/python/handshaker.cc)
 Python_add_library(_torch MODULE WITH_SOABI ${PYCOMM_TORCH_SOURCES})
 target_include_directories(_torch SYSTEM PRIVATE ${PYCOMM_TORCH_DIR}/include
   ${PYCOMM_TORCH_DIR}/include/torch/csrc/api/include)

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "communicator/quic_door.h"
 #include "communicator/tcp_door.h"
 #include "platform/crypto.h"
 #include "platform/system.h"
@@ -38,16 +39,19 @@ class Connector {
         rank_(rank),
         options_(options),
         deadline_(deadline),
-        tcp_(engine, meeting, hellos, rank, options, deadline) {}
+        tcp_(engine, meeting, hellos, rank, options, deadline),
+        quic_(engine, meeting, hellos, rank, options, deadline) {}
 
-  Status open() { return tcp_.open(); }
+  Status open() {
+    PYCOMM_RETURN_IF_ERROR(tcp_.open());
+    return quic_.open();
+  }
 
   Status connect_lower() {
     for (Rank peer = 0; peer < rank_; ++peer) {
       const Hello& theirs = hello(peer);
       if (engine_.find_link(theirs.process_id)) continue;
-      Status status = choose_path(hello(rank_), theirs) == Path::kShm ? connect_shm(theirs)
-                                                                      : connect_tcp(theirs);
+      Status status = connect(theirs, choose_path(hello(rank_), theirs, options_.transport));
       if (!status.is_ok()) return about_rank(status, peer, "connecting to");
     }
     return Status();
@@ -72,7 +76,7 @@ class Connector {
                              missing);
       }
       PYCOMM_RETURN_IF_ERROR(meeting_.check_now_and_then());
-      const bool moved = accept_local() | tcp_.accept();
+      const bool moved = accept_local() | tcp_.accept() | quic_.accept();
       if (!moved) platform::sleep_ns(200'000);
     }
   }
@@ -82,6 +86,23 @@ class Connector {
   Status take_up(Stashed early) {
     if (early.stream) return tcp_.take_up(std::move(early));
     return establish_shm(std::move(early.local), early.process_id, handshake_deadline(deadline_));
+  }
+
+  Status connect(const Hello& theirs, Path path) {
+    if (path == Path::kShm) return connect_shm(theirs);
+    const bool is_wanted = options_.transport == TransportChoice::kQuic;
+    if (path == Path::kTcp) {
+      if (!is_wanted) return connect_tcp(theirs);
+      const std::string& mine = hello(rank_).quic_refusal;
+      return Status::error(StatusCode::kInvalidUsage,
+                           "PYCOMM_TRANSPORT=quic, but there is no QUIC: " +
+                               (mine.empty() ? theirs.quic_refusal : mine));
+    }
+    const Status status = quic_.connect(theirs);
+    if (status.is_ok() || is_wanted || status.code() != StatusCode::kTimeout) return status;
+    base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+              status.message() + "; TLS over TCP is used instead");
+    return connect_tcp(theirs);
   }
 
   const Hello& hello(Rank rank) const { return hellos_[static_cast<std::size_t>(rank)]; }
@@ -207,6 +228,7 @@ class Connector {
   const Options& options_;
   const TimeNs deadline_;
   TcpDoor tcp_;
+  QuicDoor quic_;
   int num_refusals_ = 0;
 };
 

@@ -27,6 +27,8 @@ struct Hello {
   std::string tcp_address;
   std::string tcp_local_address;  // for ranks on the same host
   std::uint16_t tcp_port = 0;
+  std::uint16_t quic_port = 0;  // 0: no QUIC
+  std::string quic_refusal;
   std::string proof;        // how it proves membership: "none", "secret", "certificate" or both
   std::string cpus;         // processors that this rank may run on, platform::allowed_cpus()
   std::uint64_t nonce = 0;  // rank 0's becomes the group's id
@@ -45,8 +47,9 @@ Status compare(const std::vector<Hello>& hellos);
 int num_cpus(const std::vector<Hello>& hellos);
 
 // Which transport two processes use; decided alike on both sides.
-enum class Path { kShm, kTcp };
-Path choose_path(const Hello& a, const Hello& b);
+enum class Path { kShm, kTcp, kQuic };
+// Among hosts QUIC where both have it; on one host, without shared memory, TCP.
+Path choose_path(const Hello& a, const Hello& b, TransportChoice choice);
 
 // A group's creation as its ranks see it in the store: who has said hello, and whether one of them
 // gave up, which ends it for all.

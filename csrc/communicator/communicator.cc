@@ -36,12 +36,15 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
   hello.world_size = world_size;
   hello.process_id = engine.process_id();
   hello.host = platform::host_identity();
-  const bool shares = engine.host() != nullptr && options.transport != TransportChoice::kTcp &&
-                      !options.shm_disabled;
+  const bool is_network_only =
+      options.transport == TransportChoice::kTcp || options.transport == TransportChoice::kQuic;
+  const bool shares = engine.host() != nullptr && !is_network_only && !options.shm_disabled;
   hello.shm_domain = shares ? platform::shared_memory_domain() : "";
-  hello.shm_refusal = options.transport == TransportChoice::kTcp ? "PYCOMM_TRANSPORT=tcp"
-                      : options.shm_disabled                     ? "PYCOMM_SHM_DISABLE=1"
-                                                                 : engine.shm_refusal();
+  hello.shm_refusal = is_network_only        ? "PYCOMM_TRANSPORT"
+                      : options.shm_disabled ? "PYCOMM_SHM_DISABLE=1"
+                                             : engine.shm_refusal();
+  hello.quic_port = engine.quic() && options.tls.is_set() ? engine.quic()->port() : 0;
+  hello.quic_refusal = engine.quic_refusal();
   hello.local_name = engine.local_name();
   hello.tcp_address = engine.addresses().advertise;
   const std::string& listen = engine.addresses().listen;
@@ -57,7 +60,7 @@ Status check_choice(const std::vector<Hello>& hellos, Rank rank, const Options& 
   if (options.transport != TransportChoice::kShm) return Status();
   for (std::size_t r = 0; r < hellos.size(); ++r) {
     const Hello& mine = hellos[static_cast<std::size_t>(rank)];
-    if (choose_path(mine, hellos[r]) == Path::kShm) continue;
+    if (choose_path(mine, hellos[r], options.transport) == Path::kShm) continue;
     const std::string why = !hellos[r].shm_refusal.empty() ? hellos[r].shm_refusal
                             : !mine.shm_refusal.empty()    ? mine.shm_refusal
                                                            : "another host, container or user";
@@ -217,7 +220,8 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
   }
   bool all_share = engine->host() != nullptr && world_size <= collectives::kLocalWorldMax;
   for (const auto& a : hellos.value()) {
-    for (const auto& b : hellos.value()) all_share &= choose_path(a, b) == Path::kShm;
+    for (const auto& b : hellos.value())
+      all_share &= choose_path(a, b, options.transport) == Path::kShm;
   }
   context.shape.shares_memory = all_share;
   context.shape.is_deterministic = options.deterministic;

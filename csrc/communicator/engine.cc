@@ -9,6 +9,7 @@
 #include "communicator/flight_dump.h"
 #include "communicator/fork_guard.h"
 #include "communicator/shared_memory.h"
+#include "platform/crypto.h"
 #include "platform/futex.h"
 #include "platform/system.h"
 
@@ -29,6 +30,19 @@ struct Registry {
   int users = 0;
 };
 Registry& registry() { return of_this_process<Registry>(); }
+
+// Of this user on this host, so that the next life of a process can tell peers of the last one.
+std::string reset_key() {
+  const std::string folder = platform::user_cache_folder();
+  const std::string path = folder + "/stateless_reset_key";
+  if (auto known = platform::read_private_file(path); known.is_ok() && known.value().size() == 64) {
+    return known.value();
+  }
+  const std::string fresh = platform::random_hex128() + platform::random_hex128();
+  // Without a place to keep it, it is good for this life.
+  if (!folder.empty()) static_cast<void>(platform::write_private_file(path, fresh));
+  return fresh;
+}
 
 Result<std::unique_ptr<transport::shm::Host>> share_memory(const Options& options) {
   auto memory = SharedMemory::of_process();
@@ -108,8 +122,33 @@ Status Engine::start(const Options& options) {
   tcp_listener_ = std::move(tcp).value();
   forget_after_fork(local_listener_.get());
   forget_after_fork(tcp_listener_.fd.get());
+  PYCOMM_RETURN_IF_ERROR(start_quic(options));
   progress_thread_ = std::thread([this] { progress_loop(); });
   return Status();
+}
+
+Status Engine::start_quic(const Options& options) {
+  if (!options.tls.is_set()) {
+    quic_refusal_ = "no certificates (PYCOMM_CERTS)";
+  } else if (handshaker_factory() == nullptr) {
+    quic_refusal_ = "no handshaker in this program (it is Python's)";
+  } else if (options.transport != TransportChoice::kAuto &&
+             options.transport != TransportChoice::kQuic) {
+    quic_refusal_ = "PYCOMM_TRANSPORT";
+  } else if (const Viability crypto = platform::crypto_viability(); !crypto.viable) {
+    quic_refusal_ = crypto.reason;
+  }
+  if (!quic_refusal_.empty()) return Status();
+  auto quic = transport::quic::Endpoint::open(addresses_.listen, options.ports.first,
+                                              options.ports.last, reset_key());
+  if (!quic.is_ok()) {
+    if (options.transport == TransportChoice::kQuic) return quic.status();
+    quic_refusal_ = quic.status().message();
+    return Status();
+  }
+  quic_ = std::move(quic).value();
+  forget_after_fork(quic_->fd());
+  return poller_.add(quic_->fd(), kUdpToken);
 }
 
 void Engine::stop() {
@@ -133,6 +172,7 @@ void Engine::stop() {
     // Until everything has left, and, over TCP, until the peer has taken it and closed.
     for (bool open = true; open && real_clock().now_ns() < deadline;) {
       open = false;
+      if (quic_) quic_->progress(real_clock().now_ns());
       for (auto& [id, peer] : links_) {
         CoreLink& link = *peer.link;
         link.progress();
@@ -171,8 +211,11 @@ void Engine::stop() {
   graves_.clear();
   forget_no_more(local_listener_.get());
   forget_no_more(tcp_listener_.fd.get());
-  for (auto& [id, peer] : links_) forget_no_more(peer.link->fd());
+  for (auto& [id, peer] : links_) {
+    if (peer.link->fd() >= 0) forget_no_more(peer.link->fd());
+  }
   links_.clear();
+  if (quic_) forget_no_more(quic_->fd());
   stashed_.clear();
 }
 
@@ -198,10 +241,15 @@ std::shared_ptr<CoreLink> Engine::find_link(const std::string& process_id) {
   if (it == links_.end()) return nullptr;
   if (it->second.link->is_viable().viable) return it->second.link;
   // Groups that still hold it keep the object; a new group gets a new connection.
-  if (it->second.token != 0) poller_.remove(it->second.link->fd());
-  forget_no_more(it->second.link->fd());
+  forget(it->second);
   links_.erase(it);
   return nullptr;
+}
+
+void Engine::forget(PeerLink& peer) {
+  if (peer.link->fd() < 0) return;
+  if (peer.token != 0) poller_.remove(peer.link->fd());
+  forget_no_more(peer.link->fd());
 }
 
 Status Engine::add_link(const std::string& process_id, std::shared_ptr<CoreLink> link) {
@@ -215,8 +263,10 @@ Status Engine::add_link(const std::string& process_id, std::shared_ptr<CoreLink>
     PYCOMM_RETURN_IF_ERROR(peer.link->remote_memory()->expose(
         kSegmentRegion, host_->segment().data(), host_->segment().bytes(), RegionKind::kHost));
   }
-  PYCOMM_RETURN_IF_ERROR(poller_.add(peer.link->fd(), peer.token));
-  forget_after_fork(peer.link->fd());
+  if (peer.link->fd() >= 0) {
+    PYCOMM_RETURN_IF_ERROR(poller_.add(peer.link->fd(), peer.token));
+    forget_after_fork(peer.link->fd());
+  }
   links_[process_id] = std::move(peer);
   return Status();
 }
@@ -464,6 +514,7 @@ void Engine::watch_links() {
         }
       }
     }
+    if (peer.link->fd() < 0) continue;
     if (peer.token != 0 && peer.link->has_ended()) {
       poller_.remove(peer.link->fd());
       peer.token = 0;

@@ -22,6 +22,7 @@
 #include "platform/poller.h"
 #include "platform/sockets.h"
 #include "transport/core_link.h"
+#include "transport/quic/endpoint.h"
 #include "transport/shm/host.h"
 
 namespace pycomm::communicator {
@@ -34,6 +35,7 @@ inline constexpr std::uint64_t kSegmentRegion = (std::uint64_t{1} << 63) + 2;
 // What the poller's tokens below kFirstLinkToken mean.
 inline constexpr std::uint64_t kDoorbellToken = 1;
 inline constexpr std::uint64_t kKickToken = 2;
+inline constexpr std::uint64_t kUdpToken = 3;
 inline constexpr std::uint64_t kFirstLinkToken = 16;
 
 // A connection that proved whose it is before anyone here waited for it.
@@ -62,6 +64,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Addresses& addresses() const { return addresses_; }
   const platform::TcpListener& tcp_listener() const { return tcp_listener_; }
   const std::string& local_secret() const { return local_secret_; }
+  // Null where there is no QUIC; quic_refusal() says why.
+  const std::shared_ptr<transport::quic::Endpoint>& quic() { return quic_; }
+  const std::string& quic_refusal() const { return quic_refusal_; }
+  // The endpoint is used under this lock.
+  template <class F>
+  auto with_quic(F f) {
+    std::lock_guard lock(mutex_);
+    return f(*quic_);
+  }
   std::mutex& creation_mutex() { return creation_mutex_; }
   Crowding& crowding() { return crowding_; }
 
@@ -136,9 +147,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   Engine() = default;
   Status start(const Options& options);
+  Status start_quic(const Options& options);
   void stop();
   bool progress();  // needs mutex_
   void watch_links();
+  void forget(PeerLink& peer);
   void take_notices(const std::string& process_id, transport::CoreLink& link);
   bool take_notice(const std::string& process_id, const transport::GroupNotice& notice);
   void tell_failures();
@@ -169,6 +182,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   platform::UniqueFd local_listener_;
   Addresses addresses_;
   platform::TcpListener tcp_listener_;
+  std::shared_ptr<transport::quic::Endpoint> quic_;
+  std::string quic_refusal_;
   std::mutex creation_mutex_;
   Crowding crowding_;
 

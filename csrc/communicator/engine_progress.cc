@@ -35,7 +35,7 @@ constexpr std::int64_t kRunnerPauseNs = 500'000;
 // ---------------------------------------------------------------- progress
 
 bool Engine::progress() {
-  bool moved = false;
+  bool moved = quic_ && quic_->progress(real_clock().now_ns());
   for (auto& [id, peer] : links_) moved |= peer.link->progress();
   watch_links();
   const TimeNs now = real_clock().now_ns();
@@ -245,6 +245,7 @@ void Engine::sleep_until_event() {
     const auto wake_by = [&](TimeNs at) {
       timeout = std::min(timeout, std::max<std::int64_t>(at - now, 0));
     };
+    for (const auto& [id, peer] : links_) wake_by(peer.link->next_deadline());
     for (Member& member : members_) {
       wake_by(member.group->point_to_point.next_deadline());
       if (member.group->num_queued() == 0 || !member.group->try_own()) continue;

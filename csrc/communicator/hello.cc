@@ -54,8 +54,9 @@ std::string encode(const Hello& h) {
          line("host", h.host) + line("shm_domain", h.shm_domain) +
          line("shm_refusal", h.shm_refusal) + line("local_name", h.local_name) +
          line("tcp_address", h.tcp_address) + line("tcp_local_address", h.tcp_local_address) +
-         line("tcp_port", std::to_string(h.tcp_port)) + line("proof", h.proof) +
-         line("cpus", h.cpus) + line("nonce", std::to_string(h.nonce));
+         line("tcp_port", std::to_string(h.tcp_port)) +
+         line("quic_port", std::to_string(h.quic_port)) + line("quic_refusal", h.quic_refusal) +
+         line("proof", h.proof) + line("cpus", h.cpus) + line("nonce", std::to_string(h.nonce));
 }
 
 Result<Hello> decode(const std::string& text) {
@@ -87,11 +88,13 @@ Result<Hello> decode(const std::string& text) {
   h.tcp_address = fields["tcp_address"];
   h.tcp_local_address = fields["tcp_local_address"];
   h.proof = fields["proof"];
+  h.quic_refusal = fields["quic_refusal"];
   h.cpus = fields["cpus"];
   const bool is_valid =
       parse(fields["world_size"], &h.world_size) && parse(fields["tcp_port"], &h.tcp_port) &&
-      parse(fields["nonce"], &h.nonce) && h.nonce >> 63 == 0 && is_process_id(h.process_id) &&
-      h.local_name.size() <= 100 && is_hexadecimal(h.cpus);
+      parse(fields["quic_port"], &h.quic_port) && parse(fields["nonce"], &h.nonce) &&
+      h.nonce >> 63 == 0 && is_process_id(h.process_id) && h.local_name.size() <= 100 &&
+      is_hexadecimal(h.cpus);
   if (!is_valid) return malformed;
   return h;
 }
@@ -148,9 +151,10 @@ int num_cpus(const std::vector<Hello>& hellos) {
   return count;
 }
 
-Path choose_path(const Hello& a, const Hello& b) {
-  const bool share = !a.shm_domain.empty() && a.shm_domain == b.shm_domain;
-  return share ? Path::kShm : Path::kTcp;
+Path choose_path(const Hello& a, const Hello& b, TransportChoice choice) {
+  if (!a.shm_domain.empty() && a.shm_domain == b.shm_domain) return Path::kShm;
+  const bool both = a.quic_port != 0 && b.quic_port != 0;
+  return both && (choice == TransportChoice::kQuic || a.host != b.host) ? Path::kQuic : Path::kTcp;
 }
 
 }  // namespace pycomm::communicator

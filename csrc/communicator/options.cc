@@ -16,7 +16,8 @@
 namespace pycomm {
 namespace {
 
-constexpr std::string_view kTransportNames[] = {"auto", "shm", "tcp"};  // by TransportChoice
+constexpr std::string_view kTransportNames[] = {"auto", "shm", "tcp",
+                                                "quic"};  // by TransportChoice
 constexpr std::size_t kSecretBytesMin = 16;
 constexpr const char* kMakeASecret = "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE";
 
@@ -79,7 +80,7 @@ Take flag(bool Options::* member) {
 std::string take_transport(const std::string& value, Options& options) {
   const auto* const found =
       std::find(std::begin(kTransportNames), std::end(kTransportNames), value);
-  if (found == std::end(kTransportNames)) return "is none of auto, shm, tcp";
+  if (found == std::end(kTransportNames)) return "is none of auto, shm, tcp, quic";
   options.transport = static_cast<TransportChoice>(found - std::begin(kTransportNames));
   return "";
 }
@@ -151,7 +152,8 @@ const std::vector<Known>& known_settings() {
        "what INFO and TRACE tell of: INIT,COLL,P2P,NET,SHM,ENV; ^ excludes", take_log_subsystems},
       {"PYCOMM_DEBUG_FILE", "", "log file instead of stderr; %h is the host, %p the process",
        take_log_file},
-      {"PYCOMM_TRANSPORT", "auto", "auto, shm (refuse anything else) or tcp", take_transport},
+      {"PYCOMM_TRANSPORT", "auto", "auto, or shm, tcp, quic alone (refuse anything else)",
+       take_transport},
       {"PYCOMM_TIMEOUT_SEC", "1800", "of an operation, and of creating a group",
        number(&Options::timeout_ms, 1, 31'536'000, 1000)},
       {"PYCOMM_CONNECT_TIMEOUT_SEC", "10", "of one connection to a peer that does not answer",
@@ -180,11 +182,16 @@ const std::vector<Known>& known_settings() {
        text(&Options::bind_address)},
       {"PYCOMM_ADVERTISE_ADDR", "", "address that peers are told, where it differs (NAT)",
        text(&Options::advertise_address)},
-      {"PYCOMM_PORT_RANGE", "", "TCP ports to listen on, such as 20000-20100", take_ports},
+      {"PYCOMM_PORT_RANGE", "", "TCP and UDP ports to listen on, such as 20000-20100", take_ports},
       {"PYCOMM_SECRET_FILE", "", "file of mode 0600 with the job's secret; needed between hosts",
        take_secret_file},
       {"PYCOMM_SECRET", "", "the secret itself; prefer the file", take_secret},
       {"PYCOMM_CERTS", "", "folder of `pycomm certs issue`: encrypts between hosts", take_certs},
+      {"PYCOMM_QUIC_CONGESTION", "bbr", "how QUIC finds its rate: bbr or cubic",
+       [](const std::string& value, Options& options) -> std::string {
+         options.quic_uses_cubic = value == "cubic";
+         return value == "cubic" || value == "bbr" ? "" : "is neither bbr nor cubic";
+       }},
       {"PYCOMM_TLS_CA", "", "certificate of the CA that all ranks trust (PEM)",
        tls_text(&TlsOptions::ca_file)},
       {"PYCOMM_TLS_CERT", "", "this process's certificate and its chain (PEM)",

@@ -12,19 +12,6 @@ namespace {
 
 constexpr std::size_t kFileBytesMax = 1 << 20;
 
-// The user's cache folder for this library, made if need be; empty if there is none.
-std::string cache_folder() {
-  std::string folder = platform::environment("XDG_CACHE_HOME").value_or("");
-  if (folder.empty()) {
-    const auto home = platform::environment("HOME");
-    if (!home || home->empty()) return "";
-    folder = *home + "/.cache";
-  }
-  if (!platform::make_private_folder(folder).is_ok()) return "";
-  folder += "/pycomm";
-  return platform::make_private_folder(folder).is_ok() ? folder : "";
-}
-
 }  // namespace
 
 std::string TuningFile::load() const {
@@ -51,7 +38,7 @@ void TuningFile::save(const std::string& text) const {
 TuningFile open_tuning(const Options& options, int num_ranks) {
   if (!options.tunes || options.tuning_file == "off") return TuningFile();
   if (!options.tuning_file.empty()) return TuningFile(options.tuning_file);
-  const std::string folder = cache_folder();
+  const std::string folder = platform::user_cache_folder();
   if (folder.empty()) return TuningFile();
   char name[80];
   std::snprintf(name, sizeof name, "/tuning-%016llx-%d.txt",

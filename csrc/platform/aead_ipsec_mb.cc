@@ -89,8 +89,8 @@ class IpsecHeaderProtection final : public HeaderProtection {
   // One block of CFB over zeros is the block cipher itself.
   HeaderMask mask(std::span<const std::uint8_t, kSampleBytes> sample) override {
     std::array<std::uint8_t, kSampleBytes> zeros{}, block{};
-    IMB_AES128_CFB_ONE(manager(), block.data(), zeros.data(), sample.data(),
-                       schedule_->encrypting, block.size());
+    IMB_AES128_CFB_ONE(manager(), block.data(), zeros.data(), sample.data(), schedule_->encrypting,
+                       block.size());
     HeaderMask mask;
     std::memcpy(mask.data(), block.data(), mask.size());
     return mask;

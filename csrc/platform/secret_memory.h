@@ -1,5 +1,5 @@
-// Memory for keys: a forked child finds zeros in it, a core dump leaves it out, and it is wiped when
-// it goes.
+// Memory for keys: a forked child finds zeros in it, a core dump leaves it out, and it is wiped
+// when it goes.
 #pragma once
 
 #include <sys/mman.h>
@@ -24,7 +24,8 @@ template <class T>
 class Secret {
  public:
   Secret() {
-    void* pages = mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* pages =
+        mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     PYCOMM_CHECK(pages != MAP_FAILED);
     // Older kernels lack one or the other; then the key is where others keep theirs.
     static_cast<void>(madvise(pages, sizeof(T), MADV_DONTDUMP));

@@ -174,6 +174,18 @@ std::string shared_memory_domain() { return host_identity() + "/uid" + std::to_s
 
 int process_id() { return getpid(); }
 
+std::string user_cache_folder() {
+  std::string folder = environment("XDG_CACHE_HOME").value_or("");
+  if (folder.empty()) {
+    const auto home = environment("HOME");
+    if (!home || home->empty()) return "";
+    folder = *home + "/.cache";
+  }
+  if (!make_private_folder(folder).is_ok()) return "";
+  folder += "/pycomm";
+  return make_private_folder(folder).is_ok() ? folder : "";
+}
+
 std::string processor_name() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {

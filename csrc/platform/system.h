@@ -31,6 +31,8 @@ std::string host_name();
 std::string processor_name();
 // TMPDIR or /tmp.
 std::string temporary_folder();
+// The user's cache folder for this library, made if need be; empty if there is none.
+std::string user_cache_folder();
 // A folder that only this user can write, made if need be.
 // Errors: kSystem; kInvalidUsage if it is there and is another user's, or open to others.
 Status make_private_folder(const std::string& path);

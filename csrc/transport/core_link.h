@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 
+#include "base/clock.h"
 #include "transport/message_core.h"
 
 namespace pycomm::transport {
@@ -28,8 +29,10 @@ class CoreLink : public Link, public std::enable_shared_from_this<CoreLink> {
     return {};
   }
 
-  // Readable when the peer moved or died.
+  // Readable when the peer moved or died; -1 if the transport has one descriptor for all links.
   virtual int fd() const = 0;
+  // When progress() has to be called even if nothing comes.
+  virtual base::TimeNs next_deadline() const { return base::kNever; }
   virtual bool wants_write() const { return false; }
   // Called when fd() is ready; progress() follows.
   virtual void on_ready() {}
@@ -52,7 +55,7 @@ class CoreLink : public Link, public std::enable_shared_from_this<CoreLink> {
   std::vector<Whereabouts> take_whereabouts() { return core_.take_whereabouts(); }
   std::vector<GroupNotice> take_notices() { return core_.take_notices(); }
   // Everything queued here, a goodbye included, has left.
-  bool is_flushed() const { return core_.is_idle(); }
+  virtual bool is_flushed() const { return core_.is_idle(); }
   // fd() has nothing more to say: the link failed, or the peer said goodbye and closed.
   bool has_ended() const { return has_ended_ || !core_.failure().is_ok(); }
 

@@ -119,9 +119,8 @@ class QuicPair {
     return true;
   }
   bool run_to_end(base::TimeNs for_ns) {
-    return run(for_ns, [&] {
-      return ends[0].bulk->is_done_sending() && ends[1].bulk->is_done_sending();
-    });
+    return run(for_ns,
+               [&] { return ends[0].bulk->is_done_sending() && ends[1].bulk->is_done_sending(); });
   }
   void set_shape(const lab::LinkShape& shape) {
     for (End& end : ends) end.out.set_shape(shape);

@@ -25,7 +25,8 @@ lab::LinkShape wan(double rtt_ms, double loss, double rate_mbit = 200) {
 }
 
 void expect_both_done(QuicPair& pair, std::uint64_t a, std::uint64_t b) {
-  for (const auto& end : pair.ends) EXPECT_TRUE(end.session->failure().is_ok()) << end.session->failure().message();
+  for (const auto& end : pair.ends)
+    EXPECT_TRUE(end.session->failure().is_ok()) << end.session->failure().message();
   EXPECT_TRUE(pair.ends[1].bulk->has_received(a));
   EXPECT_TRUE(pair.ends[0].bulk->has_received(b));
 }
@@ -52,8 +53,16 @@ const Weather kWeathers[] = {
     {"fast", 1, 0, {}},
     {"far", 250, 0.001, {}},
     {"lossy", 40, 0.05, {}},
-    {"bursts", 40, 0, [](auto& s) { s.burst_begins = 0.002; s.burst_ends = 0.1; }},
-    {"reordering", 40, 0.01, [](auto& s) { s.jitter_ns = 15 * kMs; s.reorders = true; }},
+    {"bursts", 40, 0,
+     [](auto& s) {
+       s.burst_begins = 0.002;
+       s.burst_ends = 0.1;
+     }},
+    {"reordering", 40, 0.01,
+     [](auto& s) {
+       s.jitter_ns = 15 * kMs;
+       s.reorders = true;
+     }},
     {"twice", 20, 0.01, [](auto& s) { s.duplicates = 0.3; }},
     {"small", 20, 0.01, [](auto& s) { s.mtu_bytes = 1280; }},
     {"marking", 20, 0, [](auto& s) { s.marks_ecn = true; }},
@@ -83,7 +92,8 @@ INSTANTIATE_TEST_SUITE_P(, BadWeather,
                                                           CongestionKind::kCubic)),
                          [](const auto& info) {
                            return std::string(kWeathers[std::get<0>(info.param)].name) +
-                                  (std::get<1>(info.param) == CongestionKind::kBbr ? "Bbr" : "Cubic");
+                                  (std::get<1>(info.param) == CongestionKind::kBbr ? "Bbr"
+                                                                                   : "Cubic");
                          });
 
 // Goodput of the stream over the link's rate for IP packets, after the start.
@@ -190,10 +200,13 @@ TEST(QuicSession, ForgedTruncatedAndReplayedPacketsMoveNothing) {
     if (old.size() < 2'000) old.push_back(packet);
     auto forged = packet;
     switch (rng.below(4)) {
-      case 0: forged[rng.below(forged.size())] ^= static_cast<std::uint8_t>(1 + rng.below(255)); break;
+      case 0:
+        forged[rng.below(forged.size())] ^= static_cast<std::uint8_t>(1 + rng.below(255));
+        break;
       case 1: forged.resize(rng.below(forged.size())); break;
       case 2: forged = old[rng.below(old.size())]; break;
-      default: for (auto& byte : forged) byte = static_cast<std::uint8_t>(rng.next());
+      default:
+        for (auto& byte : forged) byte = static_cast<std::uint8_t>(rng.next());
     }
     const auto before = other.bulk->prefix();
     other.session->receive(forged, pair.ends[from].address, test::Ecn::kNone, pair.now);

@@ -32,7 +32,7 @@ struct ConnectionId {
 // A confirmed QUIC v2 connection, as another implementation can carry it on (RFC 9000, 9001, 9369).
 struct HandedOver {
   bool is_client = false;
-  bool is_chacha20 = false;  // else AES-128-GCM
+  bool is_chacha20 = false;                      // else AES-128-GCM
   std::string sending_secret, receiving_secret;  // 32 bytes each
   std::vector<ConnectionId> own_ids;             // the peer may send to any of them
   std::vector<ConnectionId> peer_ids;            // the first is in use
@@ -76,8 +76,8 @@ class Handshaker {
   virtual void receive(const std::string& datagram, const UdpAddress& from) = 0;
   // Moves timers on, and takes what has to be sent.
   virtual std::vector<Datagram> take_datagrams() = 0;
-  // Milliseconds until it wants to be asked again, at most.
-  virtual double next_timer_ms() = 0;
+  // Whether anything came back from the process that connect() is after.
+  virtual bool has_heard(const std::string& process_id) = 0;
   virtual std::vector<HandedOver> take_established() = 0;
   virtual std::vector<Failure> take_failures() = 0;
 };

@@ -11,9 +11,9 @@
 
 namespace pycomm {
 
-enum class TransportChoice : std::uint8_t { kAuto, kShm, kTcp };
+enum class TransportChoice : std::uint8_t { kAuto, kShm, kTcp, kQuic };
 
-// TCP ports that may be listened on; {0, 0}: any.
+// Ports that may be listened on; {0, 0}: any.
 struct PortRange {
   std::uint16_t first = 0;
   std::uint16_t last = 0;
@@ -49,9 +49,10 @@ struct Options {
   bool interfaces_are_borrowed = false;      // from a variable of gloo or NCCL: a wish, no order
   std::string bind_address;                  // of listeners; empty: chosen
   std::string advertise_address;             // what peers are told; empty: what is bound
-  PortRange ports;
-  bool allow_public_plaintext = false;  // plain TCP between public addresses
-  std::string flight_recorder_folder;   // where a failure dumps to; empty: nowhere
+  PortRange ports;                           // TCP and UDP
+  bool quic_uses_cubic = false;              // instead of BBR
+  bool allow_public_plaintext = false;       // plain TCP between public addresses
+  std::string flight_recorder_folder;        // where a failure dumps to; empty: nowhere
 
   std::string complaint;  // what did not parse; a group with one is not made
 

@@ -1,8 +1,8 @@
 // BBR, after draft-ietf-ccwg-bbr (version 3): a model of the path (bandwidth, round trip, how much
 // in flight it bears) and a cycle of probing it.
 //
-// One deviation: the short-term lower bounds react to a round whose loss exceeds kLossThreshold, not
-// to any loss. Otherwise a path that drops one packet in a hundred, whatever we do, takes one
+// One deviation: the short-term lower bounds react to a round whose loss exceeds kLossThreshold,
+// not to any loss. Otherwise a path that drops one packet in a hundred, whatever we do, takes one
 // hundredth of the rate away in every round between two probes.
 #include <algorithm>
 #include <array>
@@ -112,8 +112,8 @@ class Bbr final : public CongestionControl {
       const double sample =
           1e9 * static_cast<double>(s.delivered_bytes) / static_cast<double>(s.interval_ns);
       latest_bandwidth_ = round_started_ ? sample : std::max(latest_bandwidth_, sample);
-      latest_in_flight_ = round_started_ ? s.delivered_bytes
-                                         : std::max(latest_in_flight_, s.delivered_bytes);
+      latest_in_flight_ =
+          round_started_ ? s.delivered_bytes : std::max(latest_in_flight_, s.delivered_bytes);
       if (sample >= max_bandwidth() || !s.is_app_limited) {
         filter_[cycle_ & 1] = std::max(filter_[cycle_ & 1], sample);
       }
@@ -124,8 +124,7 @@ class Bbr final : public CongestionControl {
     if (low_in_flight_ == kUnknown) low_in_flight_ = window_;
     low_bandwidth_ = std::max(latest_bandwidth_, kBeta * low_bandwidth_);
     low_in_flight_ = std::max(
-        latest_in_flight_,
-        static_cast<std::uint64_t>(kBeta * static_cast<double>(low_in_flight_)));
+        latest_in_flight_, static_cast<std::uint64_t>(kBeta * static_cast<double>(low_in_flight_)));
   }
 
   void reset_lower_bounds() {
@@ -142,8 +141,9 @@ class Bbr final : public CongestionControl {
       if (!is_reacting_) return;
       is_reacting_ = false;
       if (!s.is_app_limited) {
-        high_in_flight_ = std::max(
-            s.tx_in_flight, static_cast<std::uint64_t>(kBeta * static_cast<double>(target_in_flight())));
+        high_in_flight_ =
+            std::max(s.tx_in_flight,
+                     static_cast<std::uint64_t>(kBeta * static_cast<double>(target_in_flight())));
       }
       if (state_ == State::kUp) start_down(now);
       return;
@@ -169,8 +169,8 @@ class Bbr final : public CongestionControl {
   }
 
   void update_extra_acked(const RateSample& s, TimeNs now) {
-    const auto expected = static_cast<std::uint64_t>(
-        bandwidth() * static_cast<double>(now - extra_started_) / 1e9);
+    const auto expected =
+        static_cast<std::uint64_t>(bandwidth() * static_cast<double>(now - extra_started_) / 1e9);
     if (extra_delivered_ <= expected) {
       extra_delivered_ = 0;
       extra_started_ = now;
@@ -348,8 +348,8 @@ class Bbr final : public CongestionControl {
 
   void set_window(const RateSample& s) {
     // Room for a few bursts and for acknowledgements that come in clumps.
-    const std::uint64_t quantum = 3 * std::max<std::uint64_t>(
-        static_cast<std::uint64_t>(pacing_ / 1000), 2 * mtu_);
+    const std::uint64_t quantum =
+        3 * std::max<std::uint64_t>(static_cast<std::uint64_t>(pacing_ / 1000), 2 * mtu_);
     std::uint64_t most = bdp(window_gain()) + std::max(extra_[0], extra_[1]);
     most = std::max(most, quantum + bdp(1));
     if (is_full_) {

@@ -13,16 +13,16 @@ enum class CongestionKind : std::uint8_t { kBbr, kCubic };
 
 // What one acknowledgement taught (draft-cheng-iccrg-delivery-rate-estimation section 3).
 struct RateSample {
-  std::uint64_t delivered_bytes = 0;     // over interval_ns
-  std::int64_t interval_ns = 0;          // 0: no valid sample
-  std::uint64_t prior_delivered = 0;     // total delivered when the newest acked packet was sent
+  std::uint64_t delivered_bytes = 0;  // over interval_ns
+  std::int64_t interval_ns = 0;       // 0: no valid sample
+  std::uint64_t prior_delivered = 0;  // total delivered when the newest acked packet was sent
   std::uint64_t newly_acked_bytes = 0;
   std::uint64_t newly_lost_bytes = 0;
-  std::uint64_t tx_in_flight = 0;        // in flight when that packet was sent
+  std::uint64_t tx_in_flight = 0;  // in flight when that packet was sent
   bool is_app_limited = false;
   std::uint64_t total_delivered = 0;
-  std::uint64_t num_marked = 0;          // new Congestion Experienced marks
-  base::TimeNs rtt_ns = 0;               // of this acknowledgement, 0: none
+  std::uint64_t num_marked = 0;  // new Congestion Experienced marks
+  base::TimeNs rtt_ns = 0;       // of this acknowledgement, 0: none
   base::TimeNs largest_lost_sent_at = 0;
 };
 

@@ -26,7 +26,8 @@ class Cubic final : public CongestionControl {
       min_rtt_ = min_rtt_ == 0 ? s.rtt_ns : std::min(min_rtt_, s.rtt_ns);
       rtt_ = rtt_ == 0 ? s.rtt_ns : (7 * rtt_ + s.rtt_ns) / 8;
     }
-    if (s.interval_ns > 0) rate_ = 1e9 * static_cast<double>(s.delivered_bytes) / static_cast<double>(s.interval_ns);
+    if (s.interval_ns > 0)
+      rate_ = 1e9 * static_cast<double>(s.delivered_bytes) / static_cast<double>(s.interval_ns);
     if (s.newly_lost_bytes > 0 && s.largest_lost_sent_at > recovery_started_) return reduce(now);
     if (s.num_marked > 0 && now - recovery_started_ > rtt_) return reduce(now);
     if (s.newly_acked_bytes == 0 || is_app_limited_) return;

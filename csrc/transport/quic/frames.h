@@ -1,5 +1,5 @@
-// Frame types of 1-RTT packets (RFC 9000 section 19, RFC 9221 section 4), and the one message of our
-// own: a DATAGRAM by which an engine says that it, and no longer its handshake, listens.
+// Frame types of 1-RTT packets (RFC 9000 section 19, RFC 9221 section 4), and the one message of
+// our own: a DATAGRAM by which an engine says that it, and no longer its handshake, listens.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// The largest datagram that the path carries: search by padded probes (RFC 8899), and a look out for
-// black holes that loss alone does not fool: only several probe timeouts in a row, in which every
-// full-sized packet vanished, count.
+// The largest datagram that the path carries: search by padded probes (RFC 8899), and a look out
+// for black holes that loss alone does not fool: only several probe timeouts in a row, in which
+// every full-sized packet vanished, count.
 #pragma once
 
 #include <algorithm>

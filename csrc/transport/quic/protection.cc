@@ -134,9 +134,9 @@ std::size_t Protection::seal(std::uint64_t packet_number, std::size_t number_byt
   }
   sending_.aead->seal(make_nonce(sending_.iv, packet_number), {out, header_bytes}, pieces,
                       num_pieces, out + header_bytes);
-  const platform::HeaderMask mask = sending_header_->mask(
-      std::span<const std::uint8_t, platform::kSampleBytes>(out + number_offset + kSampleOffset,
-                                                            platform::kSampleBytes));
+  const platform::HeaderMask mask =
+      sending_header_->mask(std::span<const std::uint8_t, platform::kSampleBytes>(
+          out + number_offset + kSampleOffset, platform::kSampleBytes));
   out[0] ^= mask[0] & kProtectedBits;
   for (std::size_t i = 0; i < number_bytes; ++i) out[number_offset + i] ^= mask[1 + i];
   return header_bytes + payload_bytes + platform::kTagBytes;
@@ -151,7 +151,8 @@ std::optional<Opened> Protection::open(std::span<std::uint8_t> packet, std::size
                                        std::uint64_t largest_received, base::TimeNs now) {
   const std::size_t number_offset = 1 + cid_bytes;
   if (packet.size() < number_offset + kSampleOffset + platform::kSampleBytes) return std::nullopt;
-  if ((packet[0] & (kLongHeaderBit | kFixedBit)) != kFixedBit || is_exhausted()) return std::nullopt;
+  if ((packet[0] & (kLongHeaderBit | kFixedBit)) != kFixedBit || is_exhausted())
+    return std::nullopt;
   const platform::HeaderMask mask =
       receiving_header_->mask(std::span<const std::uint8_t, platform::kSampleBytes>(
           packet.data() + number_offset + kSampleOffset, platform::kSampleBytes));
@@ -213,8 +214,8 @@ void Protection::move_on(bool was_asked) {
 }
 
 bool Protection::wants_update() const {
-  return is_confirmed_ && (num_sealed_ >= limits_.packets_per_key_max ||
-                           num_opened_ >= limits_.packets_per_key_max);
+  return is_confirmed_ &&
+         (num_sealed_ >= limits_.packets_per_key_max || num_opened_ >= limits_.packets_per_key_max);
 }
 
 void Protection::update() {

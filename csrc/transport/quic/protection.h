@@ -31,7 +31,7 @@ struct TrafficSecret {
 
 struct ProtectionLimits {
   std::uint64_t packets_per_key_max = std::uint64_t{1} << 22;  // half of AES-GCM's 2^23
-  std::uint64_t forged_max = std::uint64_t{1} << 35;           // a half of ChaCha20's, AES's is 2^52
+  std::uint64_t forged_max = std::uint64_t{1} << 35;  // a half of ChaCha20's, AES's is 2^52
 };
 
 // What open() found in a packet that nobody forged.
@@ -100,14 +100,14 @@ class Protection {
   ProtectionLimits limits_;
   std::unique_ptr<platform::HeaderProtection> sending_header_, receiving_header_;
   Direction sending_, receiving_;
-  Direction next_receiving_;             // made ahead, so that a forged bit costs no derivation
-  std::unique_ptr<Direction> old_;       // for what was late
+  Direction next_receiving_;        // made ahead, so that a forged bit costs no derivation
+  std::unique_ptr<Direction> old_;  // for what was late
   platform::Secret<TrafficSecret> sending_secret_;         // of the phase in use
   platform::Secret<TrafficSecret> next_receiving_secret_;  // of the phase that comes
   bool phase_ = false;
-  bool is_confirmed_ = true;                       // a packet of this phase was acknowledged
-  std::uint64_t first_sent_of_phase_ = 0;          // its lowest packet number
-  std::uint64_t first_received_of_phase_ = 0;      // lowest packet number opened with receiving_
+  bool is_confirmed_ = true;                   // a packet of this phase was acknowledged
+  std::uint64_t first_sent_of_phase_ = 0;      // its lowest packet number
+  std::uint64_t first_received_of_phase_ = 0;  // lowest packet number opened with receiving_
   bool has_received_of_phase_ = false;
   std::uint64_t num_sealed_ = 0;
   std::uint64_t num_opened_ = 0;

@@ -84,8 +84,8 @@ Status Recovery::on_ack(const AckFrame& ack, TimeNs now) {
     }
     const std::uint64_t begin = std::max(range.begin, base_);
     if (begin >= range.end) continue;
-    outstanding_.for_each_common(begin, range.end,
-                                 [&](std::uint64_t b, std::uint64_t e) { acked.push_back({b, e}); });
+    outstanding_.for_each_common(
+        begin, range.end, [&](std::uint64_t b, std::uint64_t e) { acked.push_back({b, e}); });
     std::vector<Interval> late;
     lost_.for_each_common(begin, range.end,
                           [&](std::uint64_t b, std::uint64_t e) { late.push_back({b, e}); });
@@ -98,9 +98,10 @@ Status Recovery::on_ack(const AckFrame& ack, TimeNs now) {
   largest_acked_ = has_acked_ ? std::max(largest_acked_, largest) : largest;
   has_acked_ = true;
   if (acked.empty()) return Status();
-  const std::uint64_t newest = std::max_element(acked.begin(), acked.end(), [](auto& a, auto& b) {
-                                 return a.end < b.end;
-                               })->end - 1;
+  const std::uint64_t newest =
+      std::max_element(acked.begin(), acked.end(), [](auto& a, auto& b) { return a.end < b.end; })
+          ->end -
+      1;
   if (is_new_largest && newest == largest) {
     const TimeNs rtt = now - at(largest).sent_at;
     update_rtt(rtt, ack.delay_ns);
@@ -145,7 +146,8 @@ void Recovery::take_acked(std::uint64_t number, TimeNs now, RateSample& sample) 
 // It was only late: take more patience from now on.
 void Recovery::note_spurious(std::uint64_t number, const SentPacket& packet) {
   ++num_spurious_;
-  const std::uint64_t distance = next_number() > number ? largest_acked_ - std::min(largest_acked_, number) : 0;
+  const std::uint64_t distance =
+      next_number() > number ? largest_acked_ - std::min(largest_acked_, number) : 0;
   packet_threshold_ = std::clamp(distance + 1, packet_threshold_, kPacketThresholdMax);
   reorder_quarters_ = std::min(reorder_quarters_ + 1, kReorderQuartersMax);
   listener_.on_packet_acked(number, packet);
@@ -202,7 +204,8 @@ void Recovery::detect_losses(TimeNs now, RateSample& sample) {
     for (std::uint64_t n = i.begin; n < i.end; ++n) lose(n, sample);
   }
   const TimeNs persistent =
-      kPersistentPtos * (smoothed_rtt_ + std::max(4 * rtt_variation_, kGranularityNs) + ack_delay_max_);
+      kPersistentPtos *
+      (smoothed_rtt_ + std::max(4 * rtt_variation_, kGranularityNs) + ack_delay_max_);
   if (has_rtt_ && last_at - first_at > persistent) congestion_->on_persistent_congestion();
 }
 

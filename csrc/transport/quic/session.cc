@@ -133,10 +133,12 @@ SessionCounters Session::counters() const {
 TimeNs Session::next_deadline() const {
   if (owes_close_) return 0;
   if (is_closed_ || !failure_.is_ok()) return base::kNever;
-  TimeNs at = std::min({recovery_->next_timer(), ack_at_, keep_alive_at_, hello_at_, path_deadline_});
+  TimeNs at =
+      std::min({recovery_->next_timer(), ack_at_, keep_alive_at_, hello_at_, path_deadline_});
   if (silent_since_ != base::kNever) at = std::min(at, silent_since_ + options_.peer_timeout_ns);
   if (unreachable_since_ != base::kNever) at = std::min(at, unreachable_since_ + kUnreachableNs);
-  if (is_window_open() && !is_path_exhausted() && has_something_to_send()) at = std::min(at, send_at_);
+  if (is_window_open() && !is_path_exhausted() && has_something_to_send())
+    at = std::min(at, send_at_);
   return at;
 }
 
@@ -171,9 +173,9 @@ void Session::on_timer(TimeNs now) {
   if (is_over(unreachable_since_, kUnreachableNs)) {
     fail(StatusCode::kPeerLost, "nobody listens at its address any more: its process ended");
   } else if (is_over(silent_since_, options_.peer_timeout_ns)) {
-    fail(StatusCode::kPeerLost,
-         "it has not answered for " +
-             std::to_string(options_.peer_timeout_ns / 1'000'000'000) + " s");
+    fail(StatusCode::kPeerLost, "it has not answered for " +
+                                    std::to_string(options_.peer_timeout_ns / 1'000'000'000) +
+                                    " s");
   }
 }
 

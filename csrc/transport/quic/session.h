@@ -1,6 +1,6 @@
 // One QUIC v2 connection after its handshake: datagrams and time in, datagrams and deadlines out.
-// No I/O, no clock. Carries one bidirectional stream of bytes for its owner; what a stock peer sends
-// besides is counted, acknowledged and left.
+// No I/O, no clock. Carries one bidirectional stream of bytes for its owner; what a stock peer
+// sends besides is counted, acknowledged and left.
 //
 // Source: RFC 9000 (frames, flow control, paths, close), RFC 9001 (keys), RFC 9002 (recovery), RFC
 // 9221 (DATAGRAM), RFC 9369 (version 2), RFC 8899 (path MTU). Thread: the owner's.
@@ -50,7 +50,7 @@ struct SessionOptions {
   CryptoLibrary library = CryptoLibrary::kAny;
   ProtectionLimits limits;
   std::uint64_t receive_window_max = std::uint64_t{256} << 20;
-  std::uint64_t mtu_max = 1472;  // largest UDP payload to try
+  std::uint64_t mtu_max = 1472;                   // largest UDP payload to try
   base::TimeNs peer_timeout_ns = 15'000'000'000;  // without a sign of life while one is due
   base::TimeNs keep_alive_ns = 5'000'000'000;
   bool peer_is_stock = false;  // it does not say hello
@@ -76,8 +76,8 @@ class Session final : public RecoveryListener {
 
   // Takes one datagram, which is opened in place. False: not a packet of this connection.
   bool receive(std::span<std::uint8_t> datagram, const UdpAddress& from, Ecn ecn, base::TimeNs now);
-  // Writes packets of equal size (the last may be shorter) to `out` and returns their bytes, or 0 if
-  // there is nothing to send or it is not yet time.
+  // Writes packets of equal size (the last may be shorter) to `out` and returns their bytes, or 0
+  // if there is nothing to send or it is not yet time.
   std::size_t send(std::span<std::uint8_t> out, std::size_t* packet_bytes, base::TimeNs now);
   // When on_timer(), then send(), want to be called.
   base::TimeNs next_deadline() const;

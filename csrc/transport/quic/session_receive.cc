@@ -24,8 +24,7 @@ constexpr int kPathPtos = 3;
 bool Session::receive(std::span<std::uint8_t> datagram, const UdpAddress& from, Ecn ecn,
                       TimeNs now) {
   if (is_closed_ || !failure_.is_ok()) return true;
-  const auto opened =
-      protection_->open(datagram, own_ids_[0].bytes.size(), largest_received_, now);
+  const auto opened = protection_->open(datagram, own_ids_[0].bytes.size(), largest_received_, now);
   if (!opened) {
     if (protection_->is_exhausted()) violate("too many forged packets");
     return false;
@@ -52,8 +51,7 @@ bool Session::receive(std::span<std::uint8_t> datagram, const UdpAddress& from, 
   elicits_ = false;
   is_probing_only_ = true;
   parse(opened->payload, number, now);
-  if (is_newest && !is_probing_only_ &&
-      (from.port != peer_.port || from.host != peer_.host)) {
+  if (is_newest && !is_probing_only_ && (from.port != peer_.port || from.host != peer_.host)) {
     on_other_address(from, datagram.size(), now);
   } else if (!is_validated_ && from.port == peer_.port && from.host == peer_.host) {
     path_received_ += datagram.size();
@@ -172,8 +170,8 @@ bool Session::parse_frame(Reader& reader, std::uint64_t type, TimeNs now) {
     }
     case kFramePathResponse: {
       const auto data = reader.span(challenge_.size());
-      if (!is_validated_ && std::equal(data.begin(), data.end(), challenge_.begin(),
-                                       challenge_.end())) {
+      if (!is_validated_ &&
+          std::equal(data.begin(), data.end(), challenge_.begin(), challenge_.end())) {
         is_validated_ = true;
         validated_peer_ = peer_;
         path_deadline_ = base::kNever;
@@ -198,7 +196,8 @@ void Session::on_ack_frame(Reader& reader, bool has_ecn, TimeNs now) {
   if (first > largest) return violate("an acknowledgement of negative numbers");
   ack.delay_ns = delay > (std::uint64_t{1} << 40)
                      ? base::ms_to_ns(1'000'000)
-                     : static_cast<TimeNs>((delay << std::min<std::uint64_t>(ack_delay_exponent_, 20)) * 1'000);
+                     : static_cast<TimeNs>(
+                           (delay << std::min<std::uint64_t>(ack_delay_exponent_, 20)) * 1'000);
   ack.ranges.push_back({largest - first, largest + 1});
   for (std::uint64_t i = 0; i < num_more; ++i) {
     const std::uint64_t gap = reader.varint();
@@ -313,8 +312,7 @@ void Session::on_new_connection_id(Reader& reader) {
   if (!is_known && id.sequence >= retired_before_) peer_ids_.push_back(id);
   if (retire_before > retired_before_) {
     retired_before_ = retire_before;
-    std::erase_if(peer_ids_,
-                  [&](const ConnectionId& p) { return p.sequence < retired_before_; });
+    std::erase_if(peer_ids_, [&](const ConnectionId& p) { return p.sequence < retired_before_; });
     controls_ |= kRetireIds;
   }
   if (peer_ids_.size() > kPeerIdsMax || peer_ids_.empty()) violate("too many connection IDs");
@@ -329,9 +327,8 @@ void Session::on_close(Reader& reader, bool is_application) {
   for (const std::uint8_t c : reason.first(std::min<std::size_t>(reason.size(), 200))) {
     words += c >= ' ' && c <= '~' ? static_cast<char>(c) : '?';
   }
-  fail(StatusCode::kPeerLost,
-       "it closed the connection" + (words.empty() ? "" : ": " + words) +
-           (code == 0 ? "" : " (code " + std::to_string(code) + ")"));
+  fail(StatusCode::kPeerLost, "it closed the connection" + (words.empty() ? "" : ": " + words) +
+                                  (code == 0 ? "" : " (code " + std::to_string(code) + ")"));
 }
 
 // A packet that nobody forged came from elsewhere: a NAT forgot, or the peer moved. It is answered

@@ -13,15 +13,15 @@ namespace {
 using base::TimeNs;
 
 constexpr std::size_t kAckRangesMax = 24;
-constexpr std::size_t kScratchBytes = 512;      // frames that are not the stream's bytes
-constexpr std::size_t kControlRoom = 160;       // for control frames, at most
-constexpr std::size_t kStreamHeaderMax = 20;    // type, id, offset, length
-constexpr std::size_t kStreamBytesMin = 32;     // less is not worth a frame
+constexpr std::size_t kScratchBytes = 512;    // frames that are not the stream's bytes
+constexpr std::size_t kControlRoom = 160;     // for control frames, at most
+constexpr std::size_t kStreamHeaderMax = 20;  // type, id, offset, length
+constexpr std::size_t kStreamBytesMin = 32;   // less is not worth a frame
 constexpr int kPiecesMax = 8;
 constexpr TimeNs kBurstNs = 1'000'000;
 constexpr std::size_t kBurstBytesMax = 64'000;
 constexpr TimeNs kHelloEveryMinNs = 10'000'000;
-constexpr std::uint64_t kAmplification = 3;     // RFC 9000 section 8
+constexpr std::uint64_t kAmplification = 3;  // RFC 9000 section 8
 
 }  // namespace
 
@@ -34,9 +34,9 @@ struct Session::Plan {
 };
 
 std::size_t Session::overhead() const {
-  return Protection::overhead(peer_ids_[0].bytes.size(),
-                              Protection::packet_number_bytes(recovery_->next_number(),
-                                                              recovery_->num_unacked()));
+  return Protection::overhead(
+      peer_ids_[0].bytes.size(),
+      Protection::packet_number_bytes(recovery_->next_number(), recovery_->num_unacked()));
 }
 
 bool Session::is_window_open() const {
@@ -54,8 +54,8 @@ bool Session::next_stream_range(std::uint64_t* begin, std::uint64_t* end) const 
     *end = resend_.front().end;
     return true;
   }
-  const std::uint64_t limit = std::min(
-      {source_->end_offset(), stream_send_max_, send_max_ > other_sent_ ? send_max_ - other_sent_ : 0});
+  const std::uint64_t limit = std::min({source_->end_offset(), stream_send_max_,
+                                        send_max_ > other_sent_ ? send_max_ - other_sent_ : 0});
   *begin = stream_next_;
   *end = limit;
   return limit > stream_next_;
@@ -63,8 +63,7 @@ bool Session::next_stream_range(std::uint64_t* begin, std::uint64_t* end) const 
 
 bool Session::has_something_to_send() const {
   std::uint64_t begin, end;
-  return controls_ != 0 || recovery_->wants_probe() ||
-         next_stream_range(&begin, &end);
+  return controls_ != 0 || recovery_->wants_probe() || next_stream_range(&begin, &end);
 }
 
 // What may leave at once: a millisecond's worth, so that timers keep up, and never a whole batch
@@ -105,9 +104,8 @@ std::size_t Session::send(std::span<std::uint8_t> out, std::size_t* packet_bytes
     const bool may_elicit = is_probe || (!is_paced && is_window_open() && total < most);
     if (!may_elicit && !(total == 0 && now >= ack_at_)) break;
     const std::uint64_t before = recovery_->in_flight();
-    const std::size_t bytes =
-        send_packet(out.subspan(total), may_elicit ? size : std::min<std::size_t>(size, 256),
-                    is_probe, now);
+    const std::size_t bytes = send_packet(
+        out.subspan(total), may_elicit ? size : std::min<std::size_t>(size, 256), is_probe, now);
     if (bytes == 0) break;
     num_probes -= is_probe ? 1 : 0;
     total += bytes;
@@ -158,18 +156,19 @@ std::size_t Session::send_packet(std::span<std::uint8_t> out, std::size_t size, 
   if (has_ack && !plan.elicits && now < ack_at_) {
     return 0;  // an acknowledgement alone waits for its time
   }
-  const std::size_t number_bytes = Protection::packet_number_bytes(recovery_->next_number(),
-                                                                   recovery_->num_unacked());
-  while (writer.size() + plan.stream_bytes + number_bytes < kPacketNumberBytesMax) writer.fixed(0, 1);
+  const std::size_t number_bytes =
+      Protection::packet_number_bytes(recovery_->next_number(), recovery_->num_unacked());
+  while (writer.size() + plan.stream_bytes + number_bytes < kPacketNumberBytesMax)
+    writer.fixed(0, 1);
   iovec pieces[kPiecesMax + 1];
   pieces[0] = {scratch.data(), writer.size()};
   std::copy_n(plan.pieces, plan.num_pieces, pieces + 1);
   recovery_->maybe_skip_number();
   const auto& cid = peer_ids_[0].bytes;
-  const std::size_t bytes = protection_->seal(
-      recovery_->next_number(), number_bytes,
-      {reinterpret_cast<const std::uint8_t*>(cid.data()), cid.size()}, pieces, plan.num_pieces + 1,
-      writer.size() + plan.stream_bytes, out.data());
+  const std::size_t bytes =
+      protection_->seal(recovery_->next_number(), number_bytes,
+                        {reinterpret_cast<const std::uint8_t*>(cid.data()), cid.size()}, pieces,
+                        plan.num_pieces + 1, writer.size() + plan.stream_bytes, out.data());
   plan.packet.bytes = static_cast<std::uint32_t>(bytes);
   plan.packet.stream_bytes = static_cast<std::uint32_t>(plan.stream_bytes);
   recovery_->on_sent(plan.packet, plan.elicits, now);
@@ -281,15 +280,15 @@ std::size_t Session::send_mtu_probe(std::span<std::uint8_t> out, TimeNs now) {
   std::vector<std::uint8_t> payload(size - overhead(), 0);  // PADDING
   payload[0] = kFramePing;
   const iovec piece{payload.data(), payload.size()};
-  const std::size_t number_bytes = Protection::packet_number_bytes(recovery_->next_number(),
-                                                                   recovery_->num_unacked());
+  const std::size_t number_bytes =
+      Protection::packet_number_bytes(recovery_->next_number(), recovery_->num_unacked());
   const auto& cid = peer_ids_[0].bytes;
   SentPacket packet;
   packet.is_mtu_probe = true;
-  const std::size_t bytes = protection_->seal(
-      recovery_->next_number(), number_bytes,
-      {reinterpret_cast<const std::uint8_t*>(cid.data()), cid.size()}, &piece, 1, payload.size(),
-      out.data());
+  const std::size_t bytes =
+      protection_->seal(recovery_->next_number(), number_bytes,
+                        {reinterpret_cast<const std::uint8_t*>(cid.data()), cid.size()}, &piece, 1,
+                        payload.size(), out.data());
   packet.bytes = static_cast<std::uint32_t>(bytes);
   recovery_->on_sent(packet, true, now);
   mtu_.on_probe_sent(bytes);
@@ -309,10 +308,10 @@ std::size_t Session::send_close(std::span<std::uint8_t> out) {
   writer.span({reinterpret_cast<const std::uint8_t*>(close_reason_.data()), bytes});
   const iovec piece{scratch.data(), writer.size()};
   const auto& cid = peer_ids_[0].bytes;
-  const std::size_t total = protection_->seal(
-      recovery_->next_number(), kPacketNumberBytesMax,
-      {reinterpret_cast<const std::uint8_t*>(cid.data()), cid.size()}, &piece, 1, writer.size(),
-      out.data());
+  const std::size_t total =
+      protection_->seal(recovery_->next_number(), kPacketNumberBytesMax,
+                        {reinterpret_cast<const std::uint8_t*>(cid.data()), cid.size()}, &piece, 1,
+                        writer.size(), out.data());
   return total;
 }
 
