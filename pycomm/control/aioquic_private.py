@@ -14,7 +14,7 @@ from typing import Any
 
 import aioquic
 from aioquic._buffer import Buffer
-from aioquic.quic.connection import QuicConnection
+from aioquic.quic.connection import QuicConnection, QuicConnectionState
 from aioquic.quic.packet import QuicPacketType, QuicProtocolVersion, pull_quic_header
 from aioquic.tls import CipherSuite, Epoch
 from cryptography import x509
@@ -123,6 +123,16 @@ def peer_certificate(
     """The certificate that the peer proved to own, or None, and the chain it sent along."""
     tls: Any = connection.tls
     return tls._peer_certificate, list(tls._peer_certificate_chain)
+
+
+def ending(connection: QuicConnection) -> tuple[bool, str] | None:
+    """Whether the peer closed it (else this side did), and why; None while it goes on."""
+    private: Any = connection
+    event = private._close_event
+    if event is None:
+        return None
+    by_peer = private._state == QuicConnectionState.DRAINING
+    return by_peer, event.reason_phrase or f"error {event.error_code:#x}"
 
 
 def is_quiet(connection: QuicConnection) -> bool:

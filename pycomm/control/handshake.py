@@ -10,30 +10,27 @@ Sans-IO: datagrams in, datagrams out, and `time.monotonic`.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import secrets
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import (
-    ConnectionTerminated,
     HandshakeCompleted,
     QuicEvent,
     StreamDataReceived,
 )
 from aioquic.quic.packet import QuicErrorCode, QuicFrameType, QuicProtocolVersion, encode_quic_retry
 from aioquic.quic.retry import QuicRetryTokenHandler
-from aioquic.tls import Alert, AlertDescription, CipherSuite, verify_certificate
-from cryptography import x509
+from aioquic.tls import CipherSuite
 from cryptography.hazmat.primitives import hashes
 
 from pycomm.control import aioquic_private as private
+from pycomm.control.identity import Identity, RefusedError
 
 ALPN = "pycomm/1"
 Address = tuple[str, int]
@@ -49,81 +46,6 @@ _DATAGRAM_BYTES_MAX = 65_535
 _HALF_OPEN_MAX = 8
 _STRANGERS_MAX = 64
 _LINGER_S = 0.5
-
-
-class RefusedError(RuntimeError):
-    """The peer is not who it should be; `alert` is the TLS alert for it."""
-
-    def __init__(
-        self, reason: str, alert: AlertDescription = AlertDescription.access_denied
-    ) -> None:
-        super().__init__(reason)
-        self.alert = alert
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What this process shows, and whom it trusts."""
-
-    process_id: str
-    certificate_file: Path
-    key_file: Path
-    ca_pem: bytes
-    denied: frozenset[str]
-    secret: bytes
-    reset_key: bytes
-    expected: dict[str, str]  # names by process id
-
-    @staticmethod
-    def load(options: dict[str, Any]) -> Identity:
-        """From files, read anew. Raises: OSError, ValueError."""
-        denied: set[str] = set()
-        if options["denied_file"]:
-            for line in Path(options["denied_file"]).read_text().splitlines():
-                print_ = line.partition("#")[0].replace(":", "").strip().lower()
-                if print_:
-                    denied.add(print_)
-        ca_pem = Path(options["ca_file"]).read_bytes()
-        if not ca_pem.strip():  # verify_certificate would trust the web's CAs instead
-            raise ValueError(f"'{options['ca_file']}' is empty")
-        return Identity(
-            process_id=options["process_id"],
-            certificate_file=Path(options["certificate_file"]),
-            key_file=Path(options["key_file"]),
-            ca_pem=ca_pem,
-            denied=frozenset(denied),
-            secret=options["secret"],
-            reset_key=options["reset_key"],
-            expected=dict(options["expected"]),
-        )
-
-    def judge(self, certificate: x509.Certificate | None, chain: list[x509.Certificate]) -> None:
-        """Whether to talk on. Raises: RefusedError."""
-        if certificate is None:
-            raise RefusedError("it shows no certificate", AlertDescription.certificate_required)
-        try:
-            verify_certificate(certificate, chain, cadata=self.ca_pem)
-        except Alert as error:
-            raise RefusedError(str(error), error.description) from error
-        if certificate.fingerprint(hashes.SHA256()).hex() in self.denied:
-            raise RefusedError(
-                "it is denied by PYCOMM_TLS_DENIED", AlertDescription.certificate_revoked
-            )
-
-    def judge_name(self, certificate: x509.Certificate, process_id: str) -> None:
-        """Whether the certificate is made out to that process's rank. Raises: RefusedError."""
-        name = self.expected.get(process_id)
-        if name is None:
-            raise RefusedError("it is no rank of this group")
-        try:
-            verify_certificate(certificate, [], server_name=name, cadata=self.ca_pem)
-        except Alert as error:
-            raise RefusedError(f"its certificate is not made out to '{name}': {error}") from error
-
-    def mac(self, label: str, *parts: bytes) -> str:
-        """Shows that the job's secret is known, for this connection only."""
-        text = b"\0".join([label.encode(), *parts])
-        return hmac.digest(self.secret, text, hashlib.sha256).hex()
 
 
 @dataclass
@@ -299,6 +221,10 @@ class Handshaker:
                 self._on_event(connection, event)
             except RefusedError as error:
                 self._refuse(connection, error)
+        if (ending := private.ending(connection.quic)) is not None and connection.over_at is None:
+            by_peer, reason = ending
+            words = "the peer refused this rank" if by_peer else "the peer's certificate is refused"
+            self._fail(connection, f"{words}: {reason}")
         for datagram, address in connection.quic.datagrams_to_send(now):
             self._out.append((datagram, address[0], address[1]))
         if connection.is_accepted and private.is_quiet(connection.quic):
@@ -313,17 +239,13 @@ class Handshaker:
         connection.quic.close(
             error_code=QuicErrorCode.CRYPTO_ERROR + error.alert,
             frame_type=QuicFrameType.CRYPTO,
-            reason_phrase=f"refused: {error}"[:_REASON_CHARS_MAX],
+            reason_phrase=str(error)[:_REASON_CHARS_MAX],
         )
         self._fail(connection, f"{who}the peer's certificate is refused: {error}")
 
     # ---------------------------------------------------------------- events
     def _on_event(self, connection: _Connection, event: QuicEvent) -> None:
-        if isinstance(event, ConnectionTerminated):
-            reason = event.reason_phrase or f"error {event.error_code:#x}"
-            words = "the peer refused this rank: " if connection.is_heard else ""
-            self._fail(connection, f"{words}{reason}")
-        elif isinstance(event, HandshakeCompleted):
+        if isinstance(event, HandshakeCompleted):
             self._me.judge(*private.peer_certificate(connection.quic))
             connection.is_judged = True
             if connection.process_id:  # we connected: the name was checked by TLS already

@@ -8,7 +8,9 @@
 
 #include "platform/sockets.h"
 #include "platform/system.h"
+#include "quic_pair.h"
 #include "transport/core_link.h"
+#include "transport/quic/factory.h"
 #include "transport/shm/factory.h"
 #include "transport/sim/network.h"
 #include "transport/tcp/factory.h"
@@ -70,6 +72,36 @@ inline LinkPair make_tcp_pair() {
   pair.a = transport::tcp::make_link(platform::make_plain_stream(std::move(client)), {});
   pair.b = transport::tcp::make_link(platform::make_plain_stream(std::move(server)), {});
   pair.pump = [a = pair.a, b = pair.b] {
+    a->progress();
+    b->progress();
+  };
+  return pair;
+}
+
+inline LinkPair make_quic_pair() {
+  struct Keep {
+    std::shared_ptr<transport::quic::Endpoint> endpoints[2];
+  };
+  auto keep = std::make_shared<Keep>();
+  auto [client, server] = make_handed_over();
+  HandedOver* states[2] = {&client, &server};
+  for (int i = 0; i < 2; ++i) {
+    keep->endpoints[i] = transport::quic::Endpoint::open("127.0.0.1", 0, 0, "a key").value();
+    states[1 - i]->peer = {"127.0.0.1", keep->endpoints[i]->port()};
+  }
+  LinkPair pair;
+  const auto make = [&](int i) {
+    return std::shared_ptr<transport::CoreLink>(
+        transport::quic::make_link(keep->endpoints[i], *states[i], {},
+                                   platform::real_clock().now_ns())
+            .value());
+  };
+  pair.a = make(0);
+  pair.b = make(1);
+  pair.pump = [keep, a = pair.a, b = pair.b] {
+    for (const auto& endpoint : keep->endpoints) {
+      endpoint->progress(platform::real_clock().now_ns());
+    }
     a->progress();
     b->progress();
   };

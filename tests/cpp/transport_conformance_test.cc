@@ -23,6 +23,7 @@ const Subject kSubjects[] = {
     {"shm_pull", [] { return test::make_shm_pair(true); }},
     {"shm_staged", [] { return test::make_shm_pair(false); }},
     {"tcp", [] { return test::make_tcp_pair(); }},
+    {"quic", [] { return test::make_quic_pair(); }},
     {"sim", [] { return test::make_sim_pair(1); }},
 };
 
