@@ -6,6 +6,7 @@
 // hundredth of the rate away in every round between two probes.
 #include <algorithm>
 #include <array>
+#include <cmath>
 
 #include "base/rng.h"
 #include "transport/quic/congestion.h"
@@ -57,6 +58,7 @@ class Bbr final : public CongestionControl {
     if (round_started_) {
       lost_in_round_ = 0;
       delivered_in_round_ = 0;
+      round_in_flight_ = 0;
     }
     set_pacing();
     set_window(s);
@@ -106,8 +108,7 @@ class Bbr final : public CongestionControl {
   void update_bandwidth(const RateSample& s) {
     lost_in_round_ += s.newly_lost_bytes;
     delivered_in_round_ += s.newly_acked_bytes;
-    const double total = static_cast<double>(lost_in_round_ + delivered_in_round_);
-    round_loss_ = total > 0 ? static_cast<double>(lost_in_round_) / total : 0;
+    round_in_flight_ = std::max(round_in_flight_, s.tx_in_flight);
     if (s.interval_ns > 0) {
       const double sample =
           1e9 * static_cast<double>(s.delivered_bytes) / static_cast<double>(s.interval_ns);
@@ -119,7 +120,7 @@ class Bbr final : public CongestionControl {
       }
     }
     // Lower bounds, once a round.
-    if (!round_started_ || is_probing() || round_loss_ <= kLossThreshold) return;
+    if (!round_started_ || is_probing() || !is_loss_too_high()) return;
     if (low_bandwidth_ > 1e29) low_bandwidth_ = max_bandwidth();
     if (low_in_flight_ == kUnknown) low_in_flight_ = window_;
     low_bandwidth_ = std::max(latest_bandwidth_, kBeta * low_bandwidth_);
@@ -132,12 +133,19 @@ class Bbr final : public CongestionControl {
     low_in_flight_ = kUnknown;
   }
 
-  bool is_in_flight_too_high() const {
-    return lost_in_round_ > 3 * mtu_ && round_loss_ > kLossThreshold;
+  // Whether a round's losses are more than a path that drops kLossThreshold by itself would show by
+  // chance (two deviations), of what was in flight.
+  bool is_loss_too_high() const {
+    const auto mtu = static_cast<double>(mtu_);
+    const double packets =
+        static_cast<double>(std::max(lost_in_round_ + delivered_in_round_, round_in_flight_)) / mtu;
+    const double expected = kLossThreshold * packets;
+    const double lost = static_cast<double>(lost_in_round_) / mtu;
+    return lost > 3 && lost > expected + 2 * std::sqrt(expected);
   }
 
   void adapt_upper_bounds(const RateSample& s, TimeNs now) {
-    if (is_in_flight_too_high()) {
+    if (is_loss_too_high()) {
       if (!is_reacting_) return;
       is_reacting_ = false;
       if (!s.is_app_limited) {
@@ -145,7 +153,7 @@ class Bbr final : public CongestionControl {
             std::max(s.tx_in_flight,
                      static_cast<std::uint64_t>(kBeta * static_cast<double>(target_in_flight())));
       }
-      if (state_ == State::kUp) start_down(now);
+      if (state_ == State::kUp) end_up(now);
       return;
     }
     if (high_in_flight_ == kUnknown) return;
@@ -212,7 +220,7 @@ class Bbr final : public CongestionControl {
   void move_cycle(const RateSample& s, TimeNs now) {
     if (state_ == State::kStartup && (is_full_ || is_startup_lossy())) {
       is_full_ = true;
-      if (high_in_flight_ == kUnknown && round_loss_ > kLossThreshold) {
+      if (high_in_flight_ == kUnknown && is_loss_too_high()) {
         high_in_flight_ = std::max(bdp(1), latest_in_flight_);
       }
       state_ = State::kDrain;
@@ -240,14 +248,14 @@ class Bbr final : public CongestionControl {
         }
         return;
       case State::kUp:
-        if (has_probed_enough(s, now)) start_down(now);
+        if (has_probed_enough(s, now)) end_up(now);
         return;
       default: return;
     }
   }
 
   bool is_startup_lossy() const {
-    return round_started_ && round_loss_ > 3 * kLossThreshold && lost_in_round_ > 8 * mtu_;
+    return round_started_ && is_loss_too_high() && lost_in_round_ > 8 * mtu_;
   }
 
   bool has_probed_enough(const RateSample& s, TimeNs now) {
@@ -272,19 +280,23 @@ class Bbr final : public CongestionControl {
     return now - phase_started_ > probe_wait_ || num_rounds_ - phase_round_ >= rounds_max;
   }
 
+  void end_up(TimeNs now) {
+    advance_filter();
+    start_down(now);
+  }
   void start_down(TimeNs now) {
     state_ = State::kDown;
     reset_lower_bounds();
     phase_started_ = now;
     phase_round_ = num_rounds_;
     probe_wait_ = kProbeWaitNs + static_cast<TimeNs>(rng_.below(kProbeWaitSpreadNs));
-    advance_filter();
   }
+  // What was measured lives for two probes. A phase that did not probe, as after PROBE_RTT, forgets
+  // nothing.
   void advance_filter() {
+    if (filter_[cycle_ & 1] == 0) return;  // a cycle without a sample
     ++cycle_;
     filter_[cycle_ & 1] = 0;
-    // A cycle without a sample keeps what the last one knew.
-    if (filter_[(cycle_ + 1) & 1] == 0) filter_[(cycle_ + 1) & 1] = full_bandwidth_;
   }
   void start_refill() {
     reset_lower_bounds();
@@ -381,9 +393,9 @@ class Bbr final : public CongestionControl {
 
   std::array<double, 2> filter_{};  // maxima of this probing cycle and the one before
   std::uint64_t cycle_ = 0;
-  double latest_bandwidth_ = 0, low_bandwidth_ = 1e30, round_loss_ = 0;
+  double latest_bandwidth_ = 0, low_bandwidth_ = 1e30;
   std::uint64_t latest_in_flight_ = 0, low_in_flight_ = kUnknown, high_in_flight_ = kUnknown;
-  std::uint64_t lost_in_round_ = 0, delivered_in_round_ = 0;
+  std::uint64_t lost_in_round_ = 0, delivered_in_round_ = 0, round_in_flight_ = 0;
   bool is_reacting_ = true;
 
   TimeNs extra_started_ = 0;
