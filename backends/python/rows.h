@@ -21,6 +21,15 @@ inline pybind11::list peer_stats_rows(const std::vector<PeerStats>& stats) {
     row["bytes_direct"] = peer.counters.bytes_direct;
     row["messages_sent"] = peer.counters.messages_sent;
     row["messages_received"] = peer.counters.messages_received;
+    if (peer.path) {
+      row["rtt_s"] = peer.path->rtt_s;
+      row["bandwidth_bytes_per_s"] = peer.path->bandwidth_bytes_per_s;
+      row["packets_sent"] = peer.path->packets_sent;
+      row["packets_lost"] = peer.path->packets_lost;
+      row["bytes_resent"] = peer.path->bytes_resent;
+      row["window_bytes"] = peer.path->window_bytes;
+      row["mtu"] = peer.path->mtu;
+    }
     rows.append(row);
   }
   return rows;

@@ -12,6 +12,7 @@
 #include "platform/crypto.h"
 #include "platform/futex.h"
 #include "platform/system.h"
+#include "transport/quic/factory.h"
 
 namespace pycomm::communicator {
 namespace {
@@ -540,7 +541,8 @@ std::vector<PeerStats> Engine::peer_stats(const Group& group) {
       counters.bytes_staged += local.staged;
       counters.bytes_direct += local.direct;
     }
-    stats.push_back({static_cast<Rank>(r), link->transport(), counters});
+    stats.push_back({static_cast<Rank>(r), link->transport(), counters,
+                     transport::quic::path_stats(*static_cast<const CoreLink*>(link))});
   }
   return stats;
 }

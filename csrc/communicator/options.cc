@@ -192,6 +192,8 @@ const std::vector<Known>& known_settings() {
          options.quic_uses_cubic = value == "cubic";
          return value == "cubic" || value == "bbr" ? "" : "is neither bbr nor cubic";
        }},
+      {"PYCOMM_QUIC_MTU_MAX", "1472", "largest UDP payload that QUIC tries; 8972 on jumbo frames",
+       number(&Options::quic_mtu_max, 1200, 65'000)},
       {"PYCOMM_TLS_CA", "", "certificate of the CA that all ranks trust (PEM)",
        tls_text(&TlsOptions::ca_file)},
       {"PYCOMM_TLS_CERT", "", "this process's certificate and its chain (PEM)",

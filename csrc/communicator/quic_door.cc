@@ -75,6 +75,7 @@ Status QuicDoor::add(const HandedOver& state) {
   transport::quic::LinkOptions options;
   options.eager_bytes_max = options_.eager_bytes_max;
   options.session.seed = platform::random_u64();
+  options.session.mtu_max = options_.quic_mtu_max;
   options.session.congestion = options_.quic_uses_cubic ? transport::quic::CongestionKind::kCubic
                                                         : transport::quic::CongestionKind::kBbr;
   auto link = engine_.with_quic([&](auto&) {

@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,10 +44,21 @@ struct FlightRecord {
 };
 
 // How a peer is reached, and what moved.
+// What QUIC knows of the path to a peer.
+struct PathStats {
+  double rtt_s = 0;                  // smoothed
+  double bandwidth_bytes_per_s = 0;  // as congestion control sees it
+  std::uint64_t packets_sent = 0, packets_lost = 0;
+  std::uint64_t bytes_resent = 0;
+  std::uint64_t window_bytes = 0;  // that may be in flight
+  std::uint64_t mtu = 0;           // bytes of UDP payload
+};
+
 struct PeerStats {
   Rank rank = kNoRank;
   std::string transport;
   LinkCounters counters;
+  std::optional<PathStats> path;  // over QUIC
 };
 
 class Communicator {

@@ -51,6 +51,7 @@ struct Options {
   std::string advertise_address;             // what peers are told; empty: what is bound
   PortRange ports;                           // TCP and UDP
   bool quic_uses_cubic = false;              // instead of BBR
+  std::uint64_t quic_mtu_max = 1472;         // largest UDP payload that is tried
   bool allow_public_plaintext = false;       // plain TCP between public addresses
   std::string flight_recorder_folder;        // where a failure dumps to; empty: nowhere
 

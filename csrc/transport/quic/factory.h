@@ -2,7 +2,9 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
+#include "pycomm/communicator.h"
 #include "transport/core_link.h"
 #include "transport/quic/endpoint.h"
 
@@ -18,11 +20,7 @@ Result<std::unique_ptr<CoreLink>> make_link(std::shared_ptr<Endpoint> endpoint,
                                             const HandedOver& state, const LinkOptions& options,
                                             base::TimeNs now);
 
-// What a link knows of its path, for stats(); nothing for a link of another transport.
-struct PathStats {
-  double rtt_s = 0, bandwidth_bytes_per_s = 0;
-  std::uint64_t packets_sent = 0, packets_lost = 0, bytes_resent = 0, window_bytes = 0, mtu = 0;
-};
-bool path_stats(const CoreLink& link, PathStats* out);
+// Nothing for a link of another transport.
+std::optional<PathStats> path_stats(const CoreLink& link);
 
 }  // namespace pycomm::transport::quic

@@ -282,20 +282,21 @@ Result<std::unique_ptr<CoreLink>> make_link(std::shared_ptr<Endpoint> endpoint,
   return std::unique_ptr<CoreLink>(std::move(link));
 }
 
-bool path_stats(const CoreLink& link, PathStats* out) {
+std::optional<PathStats> path_stats(const CoreLink& link) {
   const auto* quic = dynamic_cast<const QuicLink*>(&link);
-  if (quic == nullptr) return false;
+  if (quic == nullptr) return std::nullopt;
   const Session& session = quic->session();
   const SessionCounters counters = session.counters();
   const CongestionControl& congestion = session.recovery().congestion();
-  *out = {static_cast<double>(session.recovery().smoothed_rtt()) / 1e9,
-          congestion.bandwidth_bytes_per_s(),
-          counters.packets_sent,
-          counters.packets_lost,
-          counters.stream_bytes_resent,
-          congestion.window_bytes(),
-          session.mtu()};
-  return true;
+  PathStats stats;
+  stats.rtt_s = static_cast<double>(session.recovery().smoothed_rtt()) / 1e9;
+  stats.bandwidth_bytes_per_s = congestion.bandwidth_bytes_per_s();
+  stats.packets_sent = counters.packets_sent;
+  stats.packets_lost = counters.packets_lost;
+  stats.bytes_resent = counters.stream_bytes_resent;
+  stats.window_bytes = congestion.window_bytes();
+  stats.mtu = session.mtu();
+  return stats;
 }
 
 }  // namespace pycomm::transport::quic

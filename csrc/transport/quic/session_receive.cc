@@ -11,7 +11,10 @@ namespace {
 using base::TimeNs;
 
 constexpr std::size_t kReceivedRangesMax = 64;
-constexpr int kAckEvery = 2;
+// RFC 9000 section 13.2.2 recommends every second; once a path is known to be long and busy, one
+// acknowledgement serves a batch, which spares both ends most of their small packets.
+constexpr int kAckEvery = 2, kAckEveryOfMany = 10;
+constexpr std::uint64_t kManyPackets = 1'000;
 constexpr TimeNs kAckDelayNs = 1'000'000;  // far below what we may
 constexpr std::uint8_t kReservedBits = 0x18;
 constexpr int kOldKeysPtos = 3;
@@ -75,10 +78,10 @@ void Session::note_received(std::uint64_t number, bool elicits, Ecn ecn, std::si
   ++ecn_counts_[static_cast<int>(ecn)];
   if (!elicits) return;
   ++num_unacked_eliciting_;
+  const int every = counters_.packets_received > kManyPackets ? kAckEveryOfMany : kAckEvery;
   // At once for what is out of order, marked, the end of a burst, or the second; else soon.
   const bool is_last_of_burst = bytes < mtu_.current();
-  if (!is_in_order || ecn == Ecn::kMarked || num_unacked_eliciting_ >= kAckEvery ||
-      is_last_of_burst) {
+  if (!is_in_order || ecn == Ecn::kMarked || num_unacked_eliciting_ >= every || is_last_of_burst) {
     ack_at_ = now;
   } else {
     ack_at_ = std::min(ack_at_, now + kAckDelayNs);

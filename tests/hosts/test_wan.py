@@ -1,0 +1,169 @@
+"""Jobs over bad networks: what has to arrive arrives, over the way that was meant, encrypted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pycomm.control.certificates import Authority
+from pycomm.lab import Lab, LabPlan, Wan
+from pycomm.lab.job import job_environments
+from tests.hosts.conftest import MakeLab
+
+RANK = str(Path(__file__).with_name("rank.py"))
+
+
+@pytest.fixture
+def certs(tmp_path: Path) -> Path:
+    Authority.create(tmp_path / "ca", "wan").issue(tmp_path / "certs")
+    return tmp_path / "certs"
+
+
+class Job:
+    """A job of one rank a host, each a process of rank.py."""
+
+    def __init__(self, lab: Lab, certs: Path | None, what: str, **settings: str) -> None:
+        self.ranks: list[subprocess.Popen[str]] = []
+        for host, environment in job_environments(lab, 1):
+            env = {**os.environ, **environment, "PYCOMM_TIMEOUT_SEC": "40", **settings}
+            if certs is not None:
+                env["PYCOMM_CERTS"] = str(certs)
+                del env["PYCOMM_SECRET_FILE"]
+            self.ranks.append(
+                lab.start(
+                    host,
+                    [sys.executable, RANK, what],
+                    env=env,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+
+    def lines(self, rank: int) -> list[str]:
+        """What a rank said, to its end."""
+        output, _ = self.ranks[rank].communicate(timeout=60)
+        return output.splitlines()
+
+    def results(self) -> list[dict[str, Any]]:
+        """The last line of each rank, which is JSON."""
+        every = [self.lines(rank) for rank in range(len(self.ranks))]
+        try:
+            return [dict(json.loads(lines[-1])) for lines in every]
+        except (ValueError, IndexError):
+            raise AssertionError(every) from None
+
+
+WEATHERS = {
+    "clean": Wan(rtt_ms=20),
+    "lossy": Wan(rtt_ms=40, loss=0.02, rate_mbit=300),
+    "bursts": Wan(rtt_ms=20, burst=(0.002, 0.1, 1), rate_mbit=300),
+    "reordering": Wan(rtt_ms=20, jitter_ms=8, reorders=True, duplicates=0.02),
+    "far": Wan(rtt_ms=250, loss=0.001, rate_mbit=300),
+    "small": Wan(rtt_ms=10, mtu=1280),
+}
+
+
+@pytest.mark.parametrize("weather", WEATHERS)
+def test_sums_are_right_in_any_weather(make_lab: MakeLab, certs: Path, weather: str) -> None:
+    lab = make_lab(LabPlan(hosts=2, wan=WEATHERS[weather]))
+    for result in Job(lab, certs, "sums").results():
+        assert result == {"transport": "quic", "ok": True}
+
+
+def test_the_path_may_change_under_a_running_job(make_lab: MakeLab, certs: Path) -> None:
+    lab = make_lab(LabPlan(hosts=2, wan=Wan(rtt_ms=20, rate_mbit=300)))
+    job = Job(lab, certs, "long")
+    time.sleep(1.5)
+    lab.rebind(1)
+    time.sleep(0.5)
+    lab.set_wan(Wan(rtt_ms=20, rate_mbit=300, mtu=1280, loss=0.01))
+    time.sleep(1)
+    lab.rebind(1)
+    for result in job.results():
+        assert result["ok"] and result["mtu"] <= 1252
+
+
+def test_a_killed_peer_is_named_within_seconds(make_lab: MakeLab, certs: Path) -> None:
+    lab = make_lab(LabPlan(hosts=2, wan=Wan(rtt_ms=40, loss=0.01)))
+    job = Job(lab, certs, "until-lost")
+    time.sleep(2.5)
+    begin = time.monotonic()
+    victim = next(p for p in lab.processes() if _is_inside(lab, 1, p))
+    os.kill(victim, signal.SIGKILL)
+    last = job.lines(0)[-1]
+    assert "PeerLostError" in last and "rank 1" in last, last
+    assert time.monotonic() - begin < 4
+
+
+def _is_inside(lab: Lab, host: int, pid: int) -> bool:
+    name = Path(f"/proc/{pid}/ns/net").stat().st_ino
+    return Path(f"/run/netns/{lab.namespace(host)}").stat().st_ino == name
+
+
+def block_udp(lab: Lab, host: int) -> None:
+    """As a firewall that lets nothing but TCP through."""
+    table = "table inet t { chain c { type filter hook input priority 0; meta l4proto udp drop; } }"
+    lab.run(host, ["nft", table])
+
+
+def has_nft() -> bool:
+    return any((Path(folder) / "nft").exists() for folder in ("/usr/sbin", "/sbin", "/usr/bin"))
+
+
+needs_nft = pytest.mark.skipif(not has_nft(), reason="no nft here; install nftables")
+
+
+@needs_nft
+def test_where_udp_is_blocked_tls_over_tcp_serves_and_says_so(
+    make_lab: MakeLab, certs: Path
+) -> None:
+    lab = make_lab(LabPlan(hosts=2, wan=Wan(rtt_ms=5)))
+    block_udp(lab, 0)
+    job = Job(lab, certs, "sums")
+    lines = job.lines(1)
+    assert json.loads(lines[-1]) == {"transport": "tls", "ok": True}, lines
+    assert any("TLS over TCP is used instead" in line for line in lines), lines
+    lab.down()
+
+
+@needs_nft
+def test_a_port_range_and_an_address_are_enough_for_a_firewall(
+    make_lab: MakeLab, certs: Path
+) -> None:
+    lab = make_lab(LabPlan(hosts=2, wan=Wan(rtt_ms=5)))
+    for host in range(2):
+        rules = (
+            "table inet t { chain c { type filter hook input priority 0; policy drop; "
+            'iifname "lo" accept; udp dport 20000-20009 accept; tcp dport 29500-29501 accept; '
+            "ct state established,related accept; } }"
+        )
+        lab.run(host, ["nft", rules])
+    settings = {"PYCOMM_PORT_RANGE": "20000-20009", "PYCOMM_TRANSPORT": "quic"}
+    for result in Job(lab, certs, "sums", **settings).results():
+        assert result == {"transport": "quic", "ok": True}
+
+
+@pytest.mark.parametrize("transport", ["quic", "tls", "tcp"])
+def test_nobody_on_the_path_can_read_what_is_encrypted(
+    make_lab: MakeLab, certs: Path, transport: str
+) -> None:
+    lab = make_lab(LabPlan(hosts=2, wan=Wan(rtt_ms=2)))
+    sniffer = lab.start(
+        1, [sys.executable, RANK, "sniff"], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    assert sniffer.stdout is not None and sniffer.stdout.readline() == "ready\n"
+    choice = "quic" if transport == "quic" else "tcp"
+    job = Job(lab, None if transport == "tcp" else certs, "secret", PYCOMM_TRANSPORT=choice)
+    assert all(result["transport"] == transport for result in job.results())
+    seen = json.loads(sniffer.communicate("stop\n")[0])
+    assert seen["packets"] > 100
+    assert (seen["readable"] > 0) == (transport == "tcp"), seen
