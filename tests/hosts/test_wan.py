@@ -111,7 +111,7 @@ def _is_inside(lab: Lab, host: int, pid: int) -> bool:
 
 def block_udp(lab: Lab, host: int) -> None:
     """As a firewall that lets nothing but TCP through."""
-    table = "table inet t { chain c { type filter hook input priority 0; meta l4proto udp drop; } }"
+    table = "table inet t { chain c { type filter hook input priority 0; meta l4proto udp drop; }; }"
     lab.run(host, ["nft", table])
 
 
@@ -144,7 +144,7 @@ def test_a_port_range_and_an_address_are_enough_for_a_firewall(
         rules = (
             "table inet t { chain c { type filter hook input priority 0; policy drop; "
             'iifname "lo" accept; udp dport 20000-20009 accept; tcp dport 29500-29501 accept; '
-            "ct state established,related accept; } }"
+            "ct state established,related accept; }; }"
         )
         lab.run(host, ["nft", rules])
     settings = {"PYCOMM_PORT_RANGE": "20000-20009", "PYCOMM_TRANSPORT": "quic"}
