@@ -174,7 +174,8 @@ def bench(
 Examples:
   pycomm performance --out docs            the whole page, about a quarter of an hour
   pycomm performance private shared        two chapters of it, into ./performance
-  pycomm performance --trainer --out docs  steps of every layout, pipelines, saving"""
+  pycomm performance --trainer --out docs  steps of every layout, pipelines, saving
+  pycomm performance --wan -m 3 --out docs   QUIC beside TCP over long and lossy paths"""
 )
 @click.option(
     "--out",
@@ -185,8 +186,9 @@ Examples:
 )
 @click.option("-m", "--rounds", default=15, show_default=True, type=COUNT, help="Rounds.")
 @click.option("--trainer", is_flag=True, help="The trainer's page instead, about 25 minutes.")
+@click.option("--wan", is_flag=True, help="The wide area's page instead; needs root.")
 @click.argument("only", metavar="[CHAPTER]...", nargs=-1)
-def performance(out: Path, rounds: int, trainer: bool, only: tuple[str, ...]) -> None:
+def performance(out: Path, rounds: int, trainer: bool, wan: bool, only: tuple[str, ...]) -> None:
     """Measures pycomm beside gloo, three MPIs and the barest loops, and writes a page about it.
 
     Chapters: core, small, dispatch, private, huge, large, shared, shared256, torch, four, bfloat16,
@@ -201,6 +203,10 @@ def performance(out: Path, rounds: int, trainer: bool, only: tuple[str, ...]) ->
             from pycomm.bench import trainer_page
 
             sys.exit(trainer_page.write(out, rounds))
+        if wan:
+            from pycomm.bench import wan as wan_page
+
+            sys.exit(wan_page.write(out, rounds))
         sys.exit(write(out, rounds, only))
     except (ValueError, GangError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error

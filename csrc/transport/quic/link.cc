@@ -22,6 +22,7 @@ constexpr std::uint64_t kFragmentBytes = 4 << 20;   // a cancelled send copies a
 constexpr std::uint64_t kCopyBytesMax = 16 * 1024;  // of a frame that is copied
 constexpr std::uint64_t kCopiesBytesMax = 2 << 20;  // of all of them
 constexpr std::uint64_t kPlacedAheadBytes = 16 << 20;
+constexpr std::uint64_t kWindowsAhead = 4;
 constexpr TimeNs kRetryNs = 100'000;
 
 class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
@@ -169,7 +170,10 @@ class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
   // Gives frames their place in the stream.
   bool place() {
     bool moved = false;
-    while (end_ - acked_floor() < kPlacedAheadBytes) {
+    // What was lost, and lost again, holds the floor for some round trips.
+    const std::uint64_t ahead =
+        kPlacedAheadBytes + kWindowsAhead * session_->recovery().congestion().window_bytes();
+    while (end_ - acked_floor() < ahead) {
       MessageCore::OutFrame* frame = core_.at(num_frames_);
       if (frame == nullptr) break;
       Piece piece;

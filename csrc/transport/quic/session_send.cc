@@ -20,6 +20,8 @@ constexpr std::size_t kStreamBytesMin = 32;   // less is not worth a frame
 constexpr int kPiecesMax = 8;
 constexpr TimeNs kBurstNs = 1'000'000;
 constexpr std::size_t kBurstBytesMax = 64'000;
+constexpr TimeNs kCreditNsMax = 5'000'000;
+constexpr int kCreditPart = 8;
 constexpr TimeNs kHelloEveryMinNs = 10'000'000;
 constexpr std::uint64_t kAmplification = 3;  // RFC 9000 section 8
 
@@ -116,8 +118,11 @@ std::size_t Session::send(std::span<std::uint8_t> out, std::size_t* packet_bytes
   if (eliciting > 0) {
     const double rate = recovery_->congestion().pacing_bytes_per_s();
     if (rate > 0) {
-      // A timer that was late gets back at most a burst.
-      send_at_ = std::max(send_at_, now - kBurstNs) +
+      // What a late timer, or a busy processor, cost is made good, up to a part of the round trip
+      // that any queue bears.
+      const TimeNs credit =
+          std::clamp(recovery_->smoothed_rtt() / kCreditPart, kBurstNs, kCreditNsMax);
+      send_at_ = std::max(send_at_, now - credit) +
                  static_cast<TimeNs>(1e9 * static_cast<double>(eliciting) / rate);
     }
   }
