@@ -212,13 +212,26 @@ def _transports() -> Iterator[Finding]:
         _rdma_text(),
         "this version has no RDMA transport yet: hosts are joined by TCP",
     )
-    yield Finding(
-        "transports",
-        "QUIC",
-        "absent",
-        "aioquic is " + ("here" if importlib.util.find_spec("aioquic") else "not installed"),
-        "this version has no QUIC transport yet: join sites over a private network",
-    )
+    yield _quic()
+
+
+def _quic() -> Finding:
+    from pycomm.control import aioquic_private
+
+    try:
+        aioquic_private.check_contract()
+    except aioquic_private.ContractError as error:
+        return Finding("transports", "QUIC", "absent", str(error), "TLS over TCP serves instead")
+    settings = {row["name"]: row["value"] for row in _core.resolve_settings()["settings"]}
+    if not any(settings[name] for name in ("PYCOMM_CERTS", "PYCOMM_TLS_CERT")):
+        return Finding(
+            "transports",
+            "QUIC",
+            "limited",
+            "no certificates are set, so nothing is encrypted between hosts",
+            "pycomm certs init ca; pycomm certs issue ca HOST; set PYCOMM_CERTS (docs/wan.md)",
+        )
+    return Finding("transports", "QUIC", "ok", f"sealed by {_core.packet_crypto()}")
 
 
 def _shared_tensors(seen: dict[str, Any]) -> Finding:

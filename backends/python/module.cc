@@ -46,6 +46,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("version", &pycomm::version);
   m.def("kernel_sets", &pycomm::kernel_sets);
   m.def("crypto_refusal", [] { return pycomm::crypto_viability().reason; });
+  m.def("packet_crypto", &pycomm::packet_crypto);
   m.def("interfaces", &pycomm::network_interfaces);
   m.def("shutdown_process", &pycomm::shutdown_process, py::call_guard<py::gil_scoped_release>());
   m.def("measure_limits", &measure_limits, py::arg("report"),

@@ -1,6 +1,7 @@
 // The composition root: an engine, hellos, links, a group, and a first operation that confirms it.
 #include "pycomm/communicator.h"
 
+#include <array>
 #include <cstring>
 #include <numeric>
 
@@ -9,6 +10,7 @@
 #include "communicator/bootstrap.h"
 #include "communicator/communicator_impl.h"
 #include "kernels/reduce.h"
+#include "platform/aead.h"
 #include "platform/crypto.h"
 #include "platform/system.h"
 
@@ -298,6 +300,12 @@ std::vector<std::string> kernel_sets() {
 }
 
 Viability crypto_viability() { return platform::crypto_viability(); }
+
+std::string packet_crypto() {
+  const std::array<std::uint8_t, 16> key{};
+  const auto aead = platform::make_aead(platform::Cipher::kAes128Gcm, key);
+  return aead.is_ok() ? aead.value()->library_name() : aead.status().message();
+}
 
 std::vector<std::pair<std::string, std::string>> network_interfaces() {
   std::vector<std::pair<std::string, std::string>> result;

@@ -111,7 +111,9 @@ def _is_inside(lab: Lab, host: int, pid: int) -> bool:
 
 def block_udp(lab: Lab, host: int) -> None:
     """As a firewall that lets nothing but TCP through."""
-    table = "table inet t { chain c { type filter hook input priority 0; meta l4proto udp drop; }; }"
+    table = (
+        "table inet t { chain c { type filter hook input priority 0; meta l4proto udp drop; }; }"
+    )
     lab.run(host, ["nft", table])
 
 
