@@ -7,9 +7,11 @@ reduce ROUNDS BACKEND MB   torch's all_reduce over a backend
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import struct
 import sys
 import time
 from collections import deque
@@ -84,12 +86,15 @@ def tcp_pour(seconds: float, warmup_s: float, algorithm: str, buffer: int) -> di
             connection, _ = listener.accept()
             begin, total = time.monotonic(), 0
             arrivals: list[tuple[float, int]] = []
-            while data := connection.recv(1 << 20):
-                total += len(data)
-                arrivals.append((time.monotonic() - begin, total))
+            with contextlib.suppress(ConnectionResetError):
+                while data := connection.recv(1 << 20):
+                    total += len(data)
+                    arrivals.append((time.monotonic() - begin, total))
         return {"bits_per_s": goodput(arrivals, warmup_s)}
     with socket.socket() as here:
         _grow_buffers(here, buffer)
+        # The end cuts off: what waits in the buffer would take minutes over a lossy path.
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         here.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, algorithm.encode())
         deadline = time.monotonic() + 10
         while here.connect_ex((master, port)) != 0:
