@@ -173,6 +173,26 @@ def test_the_trainer_stands_on_top_and_its_rooms_point_one_way() -> None:
             assert not extra, f"{path} imports {extra}"
 
 
+def test_identities_and_the_lab_know_no_torch() -> None:
+    for room, may_import in (("control", {"control"}), ("lab", {"lab", "jobs", "_core"})):
+        for path in (ROOT / "pycomm" / room).glob("*.py"):
+            names = imports_of(path)
+            assert not any(name.split(".")[0] == "torch" for name in names), path
+            used = {name.split(".")[1] for name in names if name.startswith("pycomm.")}
+            assert used <= may_import, f"{path} imports {used}"
+
+
+def test_private_attributes_of_aioquic_stand_in_one_file() -> None:
+    names = r"\b(?:quic|connection)\._|tls\._"
+    for path in tracked(".py"):
+        is_ours = ROOT / "pycomm" in path.parents and path.name != "aioquic_private.py"
+        assert (
+            not is_ours
+            or "aioquic" not in path.read_text()
+            or not re.search(names, path.read_text())
+        ), path
+
+
 def test_python_does_not_unpickle() -> None:
     for path in tracked(".py"):
         if "tests" in path.parts:

@@ -123,7 +123,7 @@ MemoryOwner shared_memory_owner(const void* data);
 std::vector<std::string> kernel_sets();  // of reductions, the one in use first
 Viability crypto_viability();
 // The library that seals QUIC packets here, or why none does.
-std::string packet_crypto();            // TCP needs it
+std::string packet_crypto();                                            // TCP needs it
 std::vector<std::pair<std::string, std::string>> network_interfaces();  // name, IPv4 address
 
 }  // namespace pycomm
