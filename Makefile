@@ -6,8 +6,7 @@ TORCH ?= torch==2.13.0
 export PYTHON VENV TORCH
 BIN := $(abspath $(VENV))/bin
 
-STAGES := core-tests python-tests train-tests host-tests soak simulate sanitize fuzz cuda aarch64 install-check large-messages \
-  quic-probe
+STAGES := core-tests python-tests train-tests host-tests soak simulate sanitize fuzz cuda aarch64 install-check large-messages
 .PHONY: help lab demo test test-all prove lint format install clean $(STAGES)
 
 help: ## This list.
@@ -26,7 +25,7 @@ test: ## The tests: about 12 minutes, no root, no VM.
 test-all: ## The tests, 10,000 simulations, sanitizers, fuzzers, CUDA and aarch64 builds, the probes.
 	@bash .ci/setup.sh test-all
 	@bash .ci/stages.sh core-tests python-tests host-tests train-tests simulate sanitize fuzz cuda aarch64 \
-	  install-check large-messages quic-probe prove
+	  install-check large-messages prove
 
 prove: ## Five claims of the transport contract, one line each.
 	@bash .ci/setup.sh test-all

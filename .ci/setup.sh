@@ -46,7 +46,6 @@ if [ "$target" != install ]; then
 fi
 if [ "$target" = test-all ]; then
   need "clang with libFuzzer" "command -v clang++-14 && ls /usr/lib/llvm-14/lib/clang/*/lib/linux/libclang_rt.fuzzer-x86_64.a" clang-14 libclang-rt-14-dev
-  need "OpenSSL headers" "echo '#include <openssl/evp.h>' | c++ -x c++ -fsyntax-only -" libssl-dev
   need "a compiler and an emulator for aarch64" "command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64" g++-aarch64-linux-gnu qemu-user
   need "libibverbs headers" "echo '#include <infiniband/verbs.h>' | c++ -x c++ -fsyntax-only -" libibverbs-dev
 fi
@@ -87,8 +86,4 @@ fi
 if [ "$target" != install ]; then
   "$bin/python" -c 'import cmake, ninja' 2>/dev/null ||
     "$bin/pip" install -q --disable-pip-version-check cmake ninja 2>&1 | grep -v "^WARNING: Location" || true
-fi
-if [ "$target" = test-all ] && ! "$bin/python" -c 'import aioquic' 2>/dev/null; then
-  "$bin/pip" install -q --disable-pip-version-check -r tests/probes/quic/requirements.txt 2>&1 |
-    grep -v "^WARNING: Location" || true
 fi

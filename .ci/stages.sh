@@ -89,14 +89,6 @@ install_check() {
   (cd / && "$OLDPWD/build/install-check/bin/pycomm" bench all_reduce -e 64 -n 2 -m 2)
 }
 
-# What stands behind the encrypted claim: packet protection, refused certificates, a stock peer.
-quic_probe() {
-  build release -DPYCOMM_PROBES=ON &&
-    build/release/tests/probes/quic/packet_protection_test --gtest_brief=1 &&
-    python -m pytest -q tests/probes/quic &&
-    python tests/probes/quic/interop_check.py --tool build/release/tests/probes/quic/packet_tool
-}
-
 prove() {
   local failed=0
   build release -DPYCOMM_PROBES=ON || return 1
@@ -106,7 +98,7 @@ prove() {
     build/release/tests/cpp/prove_core $claim || [ "${PROVE_TIMING:-hold}" = report ] || failed=1
   done
   build/release/tests/cpp/prove_core kill 100 || failed=1
-  python tests/probes/quic/run_probe.py --program build/release/tests/probes/quic/quic_probe || failed=1
+  python tests/prove_encrypted.py || failed=1
   if [ "$(uname -m)" = x86_64 ]; then
     python tests/softroce/vm.py run --timeout 120 -- "$PWD/build/release/tests/probes/verbs/verbs_probe" || failed=1
   else
@@ -115,13 +107,13 @@ prove() {
   return $failed
 }
 
-declare -A budget=([core-tests]=600 [python-tests]=700 [train-tests]=800 [soak]=3600 [simulate]=200 [large-messages]=300 [sanitize]=700 [fuzz]=200 [cuda]=200 [aarch64]=300 [install-check]=240 [quic-probe]=150 [prove]=300)
+declare -A budget=([core-tests]=600 [python-tests]=700 [train-tests]=800 [host-tests]=300 [soak]=3600 [simulate]=200 [large-messages]=300 [sanitize]=700 [fuzz]=200 [cuda]=200 [aarch64]=300 [install-check]=240 [prove]=300)
 mkdir -p build
 status=0
 for stage in "$@"; do
   start=$SECONDS
   printf '\n=== %s\n' "$stage"
-  export -f build core_tests simulate large_messages python_tests train_tests soak sanitize fuzz cuda aarch64 install_check quic_probe prove
+  export -f build core_tests simulate large_messages python_tests train_tests host_tests soak sanitize fuzz cuda aarch64 install_check prove
   timeout --foreground "${budget[$stage]:?unknown stage}" bash -c "set -uo pipefail; ${stage//-/_}"
   code=$?
   [ $code -eq 124 ] && echo "stage $stage ran past its ${budget[$stage]} s"

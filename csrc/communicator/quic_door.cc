@@ -27,6 +27,9 @@ using platform::real_clock;
 constexpr TimeNs kBlockedNs = 4'000'000'000;  // no answer for so long: UDP does not pass
 constexpr std::int64_t kNapNs = 200'000;
 constexpr int kRefusalsLogged = 5;
+constexpr std::int64_t kAgainNs = 50'000'000;
+// Of pycomm/control/handshake.py.
+constexpr const char* kNotYet = "no group here awaits that process yet";
 
 }  // namespace
 
@@ -54,7 +57,8 @@ Status QuicDoor::open() {
   for (std::size_t r = 0; r < hellos_.size(); ++r) {
     if (static_cast<Rank>(r) == rank_) continue;
     const Hello& mine = hellos_[static_cast<std::size_t>(rank_)];
-    is_needed |= choose_path(mine, hellos_[r], options_.transport) == Path::kQuic;
+    is_needed |= choose_path(mine, hellos_[r], options_.transport) == Path::kQuic &&
+                 !engine_.find_link(hellos_[r].process_id);
     needed.expected.emplace_back(hellos_[r].process_id, name_of(r));
   }
   if (!is_needed || !engine_.quic()) return Status();
@@ -109,7 +113,8 @@ bool QuicDoor::move() {
     }
   }
   for (const Handshaker::Failure& failure : handshaker_->take_failures()) {
-    if (num_refusals_++ < kRefusalsLogged) {
+    const bool is_early = failure.reason.find(kNotYet) != std::string::npos;
+    if (!is_early && num_refusals_++ < kRefusalsLogged) {
       base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
                 "a QUIC connection was refused: " + failure.reason);
     }
@@ -131,14 +136,21 @@ Status QuicDoor::connect(const Hello& theirs) {
       return Status::error(StatusCode::kInvalidUsage, reach.reason);
     }
   }
-  handshaker_->connect({{address, theirs.quic_port},
-                        theirs.process_id,
-                        name_of(static_cast<std::size_t>(found - hellos_.begin()))});
+  const HandshakeTarget target{{address, theirs.quic_port},
+                               theirs.process_id,
+                               name_of(static_cast<std::size_t>(found - hellos_.begin()))};
   failures_.erase(theirs.process_id);
+  handshaker_->connect(target);
   const TimeNs start = real_clock().now_ns();
   bool was_heard = false;
   while (!engine_.find_link(theirs.process_id)) {
     if (const auto it = failures_.find(theirs.process_id); it != failures_.end()) {
+      if (it->second.find(kNotYet) != std::string::npos && real_clock().now_ns() < deadline_) {
+        failures_.erase(it);  // it is still about another group
+        platform::sleep_ns(kAgainNs);
+        handshaker_->connect(target);
+        continue;
+      }
       return Status::error(StatusCode::kInvalidUsage, it->second);
     }
     const TimeNs now = real_clock().now_ns();

@@ -49,6 +49,17 @@ def _sh(*command: str) -> None:
         raise LabError(f"{' '.join(command)}: {(result.stderr or result.stdout).strip()}")
 
 
+def _allow_tcp(algorithm: str) -> None:
+    """Lets namespaces choose an algorithm that the system has; stays allowed afterwards."""
+    here = Path("/proc/sys/net/ipv4")
+    available = (here / "tcp_available_congestion_control").read_text().split()
+    if algorithm not in available:
+        raise LabError(f"TCP has no '{algorithm}' here, but {', '.join(available)}")
+    allowed = here / "tcp_allowed_congestion_control"
+    if algorithm not in allowed.read_text().split():
+        allowed.write_text(f"{allowed.read_text().strip()} {algorithm}")
+
+
 def _start_time(pid: int) -> str:
     """Tells a process from a later one of the same number; "" if there is none."""
     with contextlib.suppress(OSError):
@@ -138,6 +149,7 @@ class Lab:
         _sh("ip", "-n", mine, "link", "set", "eth0", "up")
         _sh("ip", "-n", mine, "route", "add", "default", "via", gateway)
         if self.plan.tcp:
+            _allow_tcp(self.plan.tcp)
             self._sysctl(mine, "net.ipv4.tcp_congestion_control", self.plan.tcp)
         self.set_rate(host, self.plan.rate_mbit(host))
 

@@ -101,6 +101,13 @@ def test_a_rebinding_changes_the_port_that_the_peer_sees(make_lab: MakeLab) -> N
     assert int(there.stdout.readline()) == before + 1
 
 
+def test_hosts_have_the_congestion_control_that_was_asked_for(make_lab: MakeLab) -> None:
+    lab = make_lab(LabPlan(hosts=1, tcp="cubic"))
+    assert lab.run(0, ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"]) == "cubic\n"
+    with pytest.raises(LabError, match="no 'carrier-pigeon' here"):
+        make_lab(LabPlan(hosts=1, tcp="carrier-pigeon"))
+
+
 def test_hosts_of_a_site_share_a_lan_and_sites_a_wan(make_lab: MakeLab) -> None:
     lab = make_lab(LabPlan(hosts=4, sites=2, wan=Wan(rtt_ms=20)))
     assert [lab.plan.site_of(host) for host in range(4)] == [0, 0, 1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -302,3 +303,34 @@ def test_the_commands_make_show_renew_and_deny(tmp_path: Path) -> None:
     with contextlib.suppress(CertificateError):
         Authority.create(tmp_path / "ca2", "speech").renew(Path(host))
         raise AssertionError("another job's certificate was renewed")
+
+
+def test_who_comes_before_its_group_is_known_there_comes_again(
+    authority: Authority, tmp_path: Path
+) -> None:
+    authority.issue(tmp_path / "any")
+    context = multiprocessing.get_context("fork")
+    sums = context.Queue()
+
+    def join(name: str, rank: int) -> float:
+        meet = f"file://{tmp_path}/{name}"
+        with pycomm.Communicator(rank, 2, meet, name=name, timeout=20) as comm:
+            return float(comm.all_reduce(np.ones(3))[0])
+
+    def entry(rank: int) -> None:
+        os.environ.update(PYCOMM_TRANSPORT="quic", PYCOMM_CERTS=str(tmp_path / "any"))
+        if rank == 0:  # busy with one group while the other's member knocks
+            sums.put(join("first", 0) + join("second", 0))
+        elif rank == 1:
+            time.sleep(1.5)
+            sums.put(join("first", 1))
+        else:
+            sums.put(join("second", 1))
+
+    processes = [context.Process(target=entry, args=(rank,)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert sorted(sums.get() for _ in range(3)) == [2, 2, 4]

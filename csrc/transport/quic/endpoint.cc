@@ -13,6 +13,8 @@ using base::TimeNs;
 
 constexpr int kReceivesInARow = 8;
 constexpr std::size_t kBatchBytes = 65'000;
+constexpr TimeNs kErrorsEveryNs = 5'000'000;
+constexpr std::size_t kHandshakeBytesMax = 2'048;  // of a datagram; handshakes use 1,200
 constexpr std::size_t kResetTokenBytes = 16;
 constexpr std::size_t kResetBytes = 41;  // looks like a short packet; RFC 9000 section 10.3
 constexpr std::uint8_t kLongHeaderBit = 0x80, kFixedBit = 0x40;
@@ -72,7 +74,8 @@ bool Endpoint::progress(TimeNs now) {
       }
     }
   }
-  if (moved) return true;
+  if (moved || now < look_for_errors_at_) return moved;
+  look_for_errors_at_ = now + kErrorsEveryNs;
   for (const platform::UdpPeer& peer : socket_.take_unreachable()) {
     const UdpAddress& address = address_of(peer);
     for (auto& [id, session] : by_id_) {
@@ -107,6 +110,7 @@ void Endpoint::on_unknown(std::span<std::uint8_t> datagram, const platform::UdpP
     }
   }
   if (num_shaking_ > 0 || !is_short) {
+    if (datagram.size() > kHandshakeBytesMax) return;
     if (unclaimed_.size() >= kUnclaimedMax) unclaimed_.pop_front();
     unclaimed_.push_back({std::string(datagram.begin(), datagram.end()), address_of(from)});
     return;

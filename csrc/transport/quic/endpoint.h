@@ -76,6 +76,7 @@ class Endpoint {
   int num_shaking_ = 0;
   int num_resets_ = 0;
   base::TimeNs resets_since_ = 0;
+  base::TimeNs look_for_errors_at_ = 0;
 };
 
 }  // namespace pycomm::transport::quic

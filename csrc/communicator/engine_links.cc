@@ -1,0 +1,110 @@
+// The engine's connections: its QUIC endpoint, its links, and what came before anyone waited for
+// it.
+#include <algorithm>
+
+#include "communicator/engine.h"
+#include "communicator/fork_guard.h"
+#include "platform/crypto.h"
+#include "platform/system.h"
+
+namespace pycomm::communicator {
+namespace {
+
+using transport::CoreLink;
+
+constexpr std::size_t kStashedMax = 64;
+
+// Of this user on this host, so that the next life of a process can tell peers of the last one.
+std::string reset_key() {
+  const std::string folder = platform::user_cache_folder();
+  const std::string path = folder + "/stateless_reset_key";
+  if (auto known = platform::read_private_file(path); known.is_ok() && known.value().size() == 64) {
+    return known.value();
+  }
+  const std::string fresh = platform::random_hex128() + platform::random_hex128();
+  // Without a place to keep it, it is good for this life.
+  if (!folder.empty()) static_cast<void>(platform::write_private_file(path, fresh));
+  return fresh;
+}
+
+}  // namespace
+
+Status Engine::start_quic(const Options& options) {
+  if (!options.tls.is_set()) {
+    quic_refusal_ = "no certificates (PYCOMM_CERTS)";
+  } else if (handshaker_factory() == nullptr) {
+    quic_refusal_ = "no handshaker in this program (it is Python's)";
+  } else if (options.transport != TransportChoice::kAuto &&
+             options.transport != TransportChoice::kQuic) {
+    quic_refusal_ = "PYCOMM_TRANSPORT";
+  } else if (const Viability crypto = platform::crypto_viability(); !crypto.viable) {
+    quic_refusal_ = crypto.reason;
+  }
+  if (!quic_refusal_.empty()) return Status();
+  auto quic = transport::quic::Endpoint::open(addresses_.listen, options.ports.first,
+                                              options.ports.last, reset_key());
+  if (!quic.is_ok()) {
+    if (options.transport == TransportChoice::kQuic) return quic.status();
+    quic_refusal_ = quic.status().message();
+    return Status();
+  }
+  quic_ = std::move(quic).value();
+  forget_after_fork(quic_->fd());
+  return poller_.add(quic_->fd(), kUdpToken);
+}
+
+std::shared_ptr<CoreLink> Engine::find_link(const std::string& process_id) {
+  std::lock_guard lock(mutex_);
+  const auto it = links_.find(process_id);
+  if (it == links_.end()) return nullptr;
+  if (it->second.link->is_viable().viable) return it->second.link;
+  // Groups that still hold it keep the object; a new group gets a new connection.
+  forget(it->second);
+  links_.erase(it);
+  return nullptr;
+}
+
+void Engine::forget(PeerLink& peer) {
+  if (peer.link->fd() < 0) return;
+  if (peer.token != 0) poller_.remove(peer.link->fd());
+  forget_no_more(peer.link->fd());
+}
+
+Status Engine::add_link(const std::string& process_id, std::shared_ptr<CoreLink> link) {
+  std::lock_guard lock(mutex_);
+  PeerLink peer;
+  peer.token = next_token_++;
+  peer.link = std::move(link);
+  if (host_ && std::string_view(peer.link->transport()) == "shm") {
+    PYCOMM_RETURN_IF_ERROR(peer.link->remote_memory()->expose(
+        kArenaRegion, host_->arena().data(), host_->arena().bytes(), RegionKind::kHost));
+    PYCOMM_RETURN_IF_ERROR(peer.link->remote_memory()->expose(
+        kSegmentRegion, host_->segment().data(), host_->segment().bytes(), RegionKind::kHost));
+  }
+  if (peer.link->fd() >= 0) {
+    PYCOMM_RETURN_IF_ERROR(poller_.add(peer.link->fd(), peer.token));
+    forget_after_fork(peer.link->fd());
+  }
+  links_[process_id] = std::move(peer);
+  return Status();
+}
+
+void Engine::stash(Stashed early) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(stashed_, [&](const Stashed& s) { return s.process_id == early.process_id; });
+  stashed_.push_back(std::move(early));
+  if (stashed_.size() > kStashedMax) stashed_.pop_front();
+}
+
+std::optional<Stashed> Engine::take_stashed(const std::string& process_id) {
+  std::lock_guard lock(mutex_);
+  for (auto it = stashed_.begin(); it != stashed_.end(); ++it) {
+    if (it->process_id != process_id) continue;
+    Stashed early = std::move(*it);
+    stashed_.erase(it);
+    return early;
+  }
+  return std::nullopt;
+}
+
+}  // namespace pycomm::communicator
