@@ -20,7 +20,7 @@ COUNTS = (1, 500, 131_072)  # of float64: 8 B, 4 KB, 1 MiB
 
 def rank(number: int, folder: Path, queue: Any) -> None:
     os.environ.update(PYCOMM_TRANSPORT="quic", PYCOMM_CERTS=str(folder / f"rank{number}"))
-    with pycomm.Communicator(number, 2, f"file://{folder}/meet", timeout=30) as comm:
+    with pycomm.Communicator(number, 2, rendezvous=f"file://{folder}/meet", timeout=30) as comm:
         begin = time.monotonic()
         right = True
         for count in COUNTS:

@@ -314,7 +314,7 @@ def test_who_comes_before_its_group_is_known_there_comes_again(
 
     def join(name: str, rank: int) -> float:
         meet = f"file://{tmp_path}/{name}"
-        with pycomm.Communicator(rank, 2, meet, name=name, timeout=20) as comm:
+        with pycomm.Communicator(rank, 2, rendezvous=meet, name=name, timeout=20) as comm:
             return float(comm.all_reduce(np.ones(3))[0])
 
     def entry(rank: int) -> None:
