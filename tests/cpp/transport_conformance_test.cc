@@ -223,7 +223,7 @@ TEST_P(Contract, CancellingInMidFlightLeavesTheLinkInStep) {
     s.id.group = r.id.group = 5;
     pair_.b->post(r);
     pair_.a->send(s);
-    ASSERT_TRUE(pump_until([&] { return r.is_finished(); }));
+    ASSERT_TRUE(pump_until([&] { return r.is_finished() && s.is_finished(); }));
     ASSERT_EQ(r.state, TransferState::kDone) << r.status.to_string();
     ASSERT_EQ(small, got);
   }

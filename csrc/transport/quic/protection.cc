@@ -128,7 +128,7 @@ std::size_t Protection::seal(std::uint64_t packet_number, std::size_t number_byt
   const std::size_t number_offset = 1 + cid.size();
   const std::size_t header_bytes = number_offset + number_bytes;
   out[0] = static_cast<std::uint8_t>(kFixedBit | (phase_ ? kKeyPhaseBit : 0) | (number_bytes - 1));
-  std::memcpy(out + 1, cid.data(), cid.size());
+  std::copy(cid.begin(), cid.end(), out + 1);
   for (std::size_t i = 0; i < number_bytes; ++i) {
     out[header_bytes - 1 - i] = static_cast<std::uint8_t>(packet_number >> (8 * i));
   }
