@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _GRACE_S = 3.0
 
@@ -34,42 +34,52 @@ def run_job(command: Sequence[str], num_ranks: int, *, pin: bool = False) -> int
             "MASTER_PORT": str(_free_port()),
             "PYCOMM_RENDEZVOUS": f"file://{folder}",
         }
-        ranks: list[subprocess.Popen[bytes]] = []
 
-        def on_terminate(number: int, frame: object) -> None:
-            raise SystemExit(128 + number)  # through the finally below, not past it
-
-        before = signal.signal(signal.SIGTERM, on_terminate)
-        try:
+        def start() -> Iterator[subprocess.Popen[bytes]]:
             for rank in range(num_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 process = subprocess.Popen(command, env={**os.environ, **shared, **own})
                 if pin:
                     os.sched_setaffinity(process.pid, {cpus[rank % len(cpus)]})
-                ranks.append(process)
-            return await_all(ranks)
-        except KeyboardInterrupt:  # the terminal has sent it to the ranks too
-            end_all(ranks)
-            return 130
-        finally:
-            end_all(ranks)
-            signal.signal(signal.SIGTERM, before)
+                yield process
+
+        return attend(start())
 
 
-def await_all(ranks: list[subprocess.Popen[bytes]]) -> int:
+def attend(starting: Iterator[subprocess.Popen[bytes]]) -> int:
+    """Sees processes to their end, as `run_job` says, while and after they are started."""
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def on_terminate(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)  # through the finally below, not past it
+
+    before = signal.signal(signal.SIGTERM, on_terminate)
+    try:
+        for process in starting:
+            ranks.append(process)
+        return _await_all(ranks)
+    except KeyboardInterrupt:  # the terminal has sent it to the ranks too
+        _end_all(ranks)
+        return 130
+    finally:
+        _end_all(ranks)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _await_all(ranks: list[subprocess.Popen[bytes]]) -> int:
     """Returns the first bad exit status, with the other ranks ended, or 0."""
     while True:
         codes = [process.poll() for process in ranks]
         bad = next((code for code in codes if code), None)
         if bad is not None:
-            end_all(ranks)
+            _end_all(ranks)
             return bad if bad > 0 else 128 - bad
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.02)
 
 
-def end_all(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _end_all(ranks: list[subprocess.Popen[bytes]]) -> None:
     """Waits a moment, ends what is left, waits again, and kills."""
 
     def is_over(until: float) -> bool:

@@ -31,16 +31,8 @@ Status about_rank(const Status& status, Rank rank, const char* doing) {
 
 class Connector {
  public:
-  Connector(Engine& engine, Meeting& meeting, const std::vector<Hello>& hellos, Rank rank,
-            const Options& options, TimeNs deadline)
-      : engine_(engine),
-        meeting_(meeting),
-        hellos_(hellos),
-        rank_(rank),
-        options_(options),
-        deadline_(deadline),
-        tcp_(engine, meeting, hellos, rank, options, deadline),
-        quic_(engine, meeting, hellos, rank, options, deadline) {}
+  explicit Connector(const Gathering& gathering)
+      : gathering_(gathering), tcp_(gathering), quic_(gathering) {}
 
   Status open() {
     PYCOMM_RETURN_IF_ERROR(tcp_.open());
@@ -48,10 +40,11 @@ class Connector {
   }
 
   Status connect_lower() {
-    for (Rank peer = 0; peer < rank_; ++peer) {
+    for (Rank peer = 0; peer < gathering_.rank; ++peer) {
       const Hello& theirs = hello(peer);
-      if (engine_.find_link(theirs.process_id)) continue;
-      Status status = connect(theirs, choose_path(hello(rank_), theirs, options_.transport));
+      if (gathering_.engine.find_link(theirs.process_id)) continue;
+      Status status = connect(
+          theirs, choose_path(hello(gathering_.rank), theirs, gathering_.options.transport));
       if (!status.is_ok()) return about_rank(status, peer, "connecting to");
     }
     return Status();
@@ -60,22 +53,22 @@ class Connector {
   Status accept_higher() {
     for (;;) {
       Rank missing = kNoRank;
-      for (Rank peer = rank_ + 1; peer < size(); ++peer) {
-        if (engine_.find_link(hello(peer).process_id)) continue;
+      for (Rank peer = gathering_.rank + 1; peer < size(); ++peer) {
+        if (gathering_.engine.find_link(hello(peer).process_id)) continue;
         missing = peer;
-        if (auto early = engine_.take_stashed(hello(peer).process_id)) {
+        if (auto early = gathering_.engine.take_stashed(hello(peer).process_id)) {
           // It may have given up since; then it comes again.
           const Status status = take_up(std::move(*early));
           if (!status.is_ok()) log_refusal("an early connection", status);
         }
       }
       if (missing == kNoRank) return Status();
-      if (real_clock().now_ns() > deadline_) {
+      if (real_clock().now_ns() > gathering_.deadline) {
         return Status::error(StatusCode::kTimeout,
                              "rank " + std::to_string(missing) + " did not connect in time",
                              missing);
       }
-      PYCOMM_RETURN_IF_ERROR(meeting_.check_now_and_then());
+      PYCOMM_RETURN_IF_ERROR(gathering_.meeting.check_now_and_then());
       const bool moved = accept_local() | tcp_.accept() | quic_.accept();
       if (!moved) platform::sleep_ns(200'000);
     }
@@ -85,15 +78,16 @@ class Connector {
   // One that came before this group knew of it.
   Status take_up(Stashed early) {
     if (early.stream) return tcp_.take_up(std::move(early));
-    return establish_shm(std::move(early.local), early.process_id, handshake_deadline(deadline_));
+    return establish_shm(std::move(early.local), early.process_id,
+                         handshake_deadline(gathering_.deadline));
   }
 
   Status connect(const Hello& theirs, Path path) {
     if (path == Path::kShm) return connect_shm(theirs);
-    const bool is_wanted = options_.transport == TransportChoice::kQuic;
+    const bool is_wanted = gathering_.options.transport == TransportChoice::kQuic;
     if (path == Path::kTcp) {
       if (!is_wanted) return connect_tcp(theirs);
-      const std::string& mine = hello(rank_).quic_refusal;
+      const std::string& mine = hello(gathering_.rank).quic_refusal;
       return Status::error(StatusCode::kInvalidUsage,
                            "PYCOMM_TRANSPORT=quic, but there is no QUIC: " +
                                (mine.empty() ? theirs.quic_refusal : mine));
@@ -105,16 +99,17 @@ class Connector {
     return connect_tcp(theirs);
   }
 
-  const Hello& hello(Rank rank) const { return hellos_[static_cast<std::size_t>(rank)]; }
-  Rank size() const { return static_cast<Rank>(hellos_.size()); }
+  const Hello& hello(Rank rank) const { return gathering_.hellos[static_cast<std::size_t>(rank)]; }
+  Rank size() const { return static_cast<Rank>(gathering_.hellos.size()); }
 
   // --- shared memory
   Status connect_shm(const Hello& theirs) {
-    auto socket = platform::connect_local(theirs.local_name, deadline_);
+    auto socket = platform::connect_local(theirs.local_name, gathering_.deadline);
     if (!socket.is_ok()) return socket.status();
-    const TimeNs until = deadline_;  // the peer may have others to serve, or to reach, first
-    PYCOMM_RETURN_IF_ERROR(
-        platform::send_with_fds(socket.value().get(), "shm " + engine_.process_id(), {}, until));
+    const TimeNs until =
+        gathering_.deadline;  // the peer may have others to serve, or to reach, first
+    PYCOMM_RETURN_IF_ERROR(platform::send_with_fds(
+        socket.value().get(), "shm " + gathering_.engine.process_id(), {}, until));
     PYCOMM_RETURN_IF_ERROR(await_answer(socket.value().get()));
     return establish_shm(std::move(socket).value(), theirs.process_id, until);
   }
@@ -123,22 +118,24 @@ class Connector {
   Status await_answer(int fd) {
     for (;;) {
       const TimeNs now = real_clock().now_ns();
-      Status status = platform::await_readable(fd, std::min(deadline_, now + Meeting::kAskEveryNs));
-      if (status.code() != StatusCode::kTimeout || now > deadline_) return status;
-      PYCOMM_RETURN_IF_ERROR(meeting_.check_now_and_then());
+      Status status =
+          platform::await_readable(fd, std::min(gathering_.deadline, now + Meeting::kAskEveryNs));
+      if (status.code() != StatusCode::kTimeout || now > gathering_.deadline) return status;
+      PYCOMM_RETURN_IF_ERROR(gathering_.meeting.check_now_and_then());
     }
   }
 
   Status establish_shm(UniqueFd socket, const std::string& process_id, TimeNs until) {
     transport::shm::LinkOptions options;
-    options.eager_bytes_max = options_.eager_bytes_max;
-    auto link = transport::shm::establish(*engine_.host(), std::move(socket), options, until);
+    options.eager_bytes_max = gathering_.options.eager_bytes_max;
+    auto link =
+        transport::shm::establish(*gathering_.engine.host(), std::move(socket), options, until);
     if (!link.is_ok()) return link.status();
-    return engine_.add_link(process_id, std::move(link).value());
+    return gathering_.engine.add_link(process_id, std::move(link).value());
   }
 
   bool accept_local() {
-    UniqueFd socket = platform::accept_one(engine_.local_listener());
+    UniqueFd socket = platform::accept_one(gathering_.engine.local_listener());
     if (!socket) return false;
     Status status = serve_local(std::move(socket));
     if (!status.is_ok()) log_refusal("a local connection", status);
@@ -152,21 +149,21 @@ class Connector {
       return Status::error(StatusCode::kInvalidUsage, "it belongs to another user");
     }
     // A connector speaks at once, before it is even accepted.
-    const TimeNs first_word = std::min(deadline_, real_clock().now_ns() + kFirstWordNs);
-    const TimeNs until = handshake_deadline(deadline_);
+    const TimeNs first_word = std::min(gathering_.deadline, real_clock().now_ns() + kFirstWordNs);
+    const TimeNs until = handshake_deadline(gathering_.deadline);
     std::vector<UniqueFd> fds;
     auto message = platform::receive_with_fds(socket.get(), 0, &fds, first_word);
     if (!message.is_ok()) return message.status();
     const std::string& text = message.value();
     if (text == "secret") {
-      return platform::send_with_fds(socket.get(), engine_.local_secret(), {}, until);
+      return platform::send_with_fds(socket.get(), gathering_.engine.local_secret(), {}, until);
     }
     const std::string process_id = text.size() == 36 ? text.substr(4) : "";
     if (text.substr(0, 4) != "shm " || process_id.empty()) {
       return Status::error(StatusCode::kInternal, "it speaks another language");
     }
     if (!is_awaited(process_id)) {
-      engine_.stash({process_id, std::move(socket), nullptr});
+      gathering_.engine.stash({process_id, std::move(socket), nullptr});
       return Status();
     }
     return establish_shm(std::move(socket), process_id, until);
@@ -179,8 +176,8 @@ class Connector {
   }
 
   bool is_awaited(const std::string& process_id) {
-    for (Rank peer = rank_ + 1; peer < size(); ++peer) {
-      if (hello(peer).process_id == process_id) return !engine_.find_link(process_id);
+    for (Rank peer = gathering_.rank + 1; peer < size(); ++peer) {
+      if (hello(peer).process_id == process_id) return !gathering_.engine.find_link(process_id);
     }
     return false;
   }
@@ -198,15 +195,16 @@ class Connector {
   // The secret of a pair: the job's, or, among processes of one user on one host, the acceptor's,
   // handed over its local socket after a look at the peer's credentials. Certificates need none.
   Result<std::string> secret_for(const Hello& acceptor) {
-    if (!options_.secret.empty() || options_.tls.is_set()) return options_.secret;
-    if (acceptor.host != hello(rank_).host) {
+    if (!gathering_.options.secret.empty() || gathering_.options.tls.is_set())
+      return gathering_.options.secret;
+    if (acceptor.host != hello(gathering_.rank).host) {
       return Status::error(
           StatusCode::kInvalidUsage,
           "ranks on several hosts have to prove that they are of this job: by certificates, which "
           "encrypt too (pycomm certs, then PYCOMM_CERTS), or by a secret (head -c 32 /dev/urandom "
           "| base64 > secret; chmod 600 secret, copied to every host, PYCOMM_SECRET_FILE)");
     }
-    auto socket = platform::connect_local(acceptor.local_name, deadline_);
+    auto socket = platform::connect_local(acceptor.local_name, gathering_.deadline);
     if (!socket.is_ok()) return socket.status();
     auto credentials = platform::peer_credentials(socket.value().get());
     if (!credentials.is_ok()) return credentials.status();
@@ -214,19 +212,14 @@ class Connector {
       return Status::error(StatusCode::kInvalidUsage,
                            "its local socket belongs to another user; set PYCOMM_SECRET_FILE");
     }
-    const TimeNs until = deadline_;
+    const TimeNs until = gathering_.deadline;
     PYCOMM_RETURN_IF_ERROR(platform::send_with_fds(socket.value().get(), "secret", {}, until));
     PYCOMM_RETURN_IF_ERROR(await_answer(socket.value().get()));
     std::vector<UniqueFd> fds;
     return platform::receive_with_fds(socket.value().get(), 0, &fds, until);
   }
 
-  Engine& engine_;
-  Meeting& meeting_;
-  const std::vector<Hello>& hellos_;
-  const Rank rank_;
-  const Options& options_;
-  const TimeNs deadline_;
+  const Gathering& gathering_;
   TcpDoor tcp_;
   QuicDoor quic_;
   int num_refusals_ = 0;
@@ -283,18 +276,28 @@ Status Meeting::check() {
   return Status::error(StatusCode::kAborted, why.value().substr(0, 2000));
 }
 
-Result<std::vector<std::shared_ptr<CoreLink>>> connect_all(Engine& engine, Meeting& meeting,
-                                                           const std::vector<Hello>& hellos,
-                                                           Rank rank, const Options& options,
-                                                           TimeNs deadline) {
-  Connector connector(engine, meeting, hellos, rank, options, deadline);
+Rank Gathering::rank_of(const std::string& process_id) const {
+  for (std::size_t r = 0; r < hellos.size(); ++r) {
+    if (hellos[r].process_id == process_id) return static_cast<Rank>(r);
+  }
+  return kNoRank;
+}
+
+std::string Gathering::name_of(Rank peer) const {
+  const auto r = static_cast<std::size_t>(peer);
+  return options.tls.name_of(r < options.global_ranks.size() ? options.global_ranks[r] : peer);
+}
+
+Result<std::vector<std::shared_ptr<CoreLink>>> connect_all(const Gathering& gathering) {
+  Connector connector(gathering);
   PYCOMM_RETURN_IF_ERROR(connector.open());
   PYCOMM_RETURN_IF_ERROR(connector.connect_lower());
   PYCOMM_RETURN_IF_ERROR(connector.accept_higher());
   std::vector<std::shared_ptr<CoreLink>> links;
-  for (std::size_t r = 0; r < hellos.size(); ++r) {
-    links.push_back(static_cast<Rank>(r) == rank ? nullptr
-                                                 : engine.find_link(hellos[r].process_id));
+  for (std::size_t r = 0; r < gathering.hellos.size(); ++r) {
+    links.push_back(static_cast<Rank>(r) == gathering.rank
+                        ? nullptr
+                        : gathering.engine.find_link(gathering.hellos[r].process_id));
   }
   return links;
 }

@@ -81,10 +81,24 @@ class Meeting {
   bool is_over_ = false;  // another rank gave up, and has told the others
 };
 
+// What those who connect a group have in common; lives as long as its creation.
+struct Gathering {
+  Engine& engine;
+  Meeting& meeting;
+  const std::vector<Hello>& hellos;
+  Rank rank;
+  const Options& options;
+  base::TimeNs deadline;
+
+  const Hello& mine() const { return hellos[static_cast<std::size_t>(rank)]; }
+  // kNoRank for a process that no hello tells of.
+  Rank rank_of(const std::string& process_id) const;
+  // That the certificate of a rank of this group must carry: names count ranks of the job.
+  std::string name_of(Rank peer) const;
+};
+
 // A link to every other rank; links that the engine has already are used again.
 // Errors: kTimeout naming the rank, kInvalidUsage (no secret between hosts), what connecting says.
-Result<std::vector<std::shared_ptr<transport::CoreLink>>> connect_all(
-    Engine& engine, Meeting& meeting, const std::vector<Hello>& hellos, Rank rank,
-    const Options& options, base::TimeNs deadline);
+Result<std::vector<std::shared_ptr<transport::CoreLink>>> connect_all(const Gathering& gathering);
 
 }  // namespace pycomm::communicator

@@ -191,7 +191,7 @@ Result<std::vector<std::shared_ptr<transport::CoreLink>>> connect_in_turn(
     }
     platform::sleep_ns(200'000);
   }
-  return connect_all(engine, meeting, hellos, rank, options, deadline);
+  return connect_all({engine, meeting, hellos, rank, options, deadline});
 }
 
 Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>& engine,

@@ -1,6 +1,5 @@
 #include "communicator/quic_door.h"
 
-#include <algorithm>
 #include <exception>
 
 #include "base/log.h"
@@ -33,68 +32,59 @@ constexpr const char* kNotYet = "no group here awaits that process yet";
 
 }  // namespace
 
-QuicDoor::QuicDoor(Engine& engine, Meeting& meeting, const std::vector<Hello>& hellos, Rank rank,
-                   const Options& options, TimeNs deadline)
-    : engine_(engine),
-      meeting_(meeting),
-      hellos_(hellos),
-      rank_(rank),
-      options_(options),
-      deadline_(deadline) {}
-
 QuicDoor::~QuicDoor() {
-  if (handshaker_) engine_.with_quic([](auto& quic) { quic.set_shaking_hands(false); });
-}
-
-std::string QuicDoor::name_of(std::size_t rank) const {
-  return options_.tls.name_of(rank < options_.global_ranks.size() ? options_.global_ranks[rank]
-                                                                  : static_cast<int>(rank));
+  if (handshaker_) gathering_.engine.with_quic([](auto& quic) { quic.set_shaking_hands(false); });
 }
 
 Status QuicDoor::open() {
   bool is_needed = false;
   HandshakerOptions needed;
-  for (std::size_t r = 0; r < hellos_.size(); ++r) {
-    if (static_cast<Rank>(r) == rank_) continue;
-    const Hello& mine = hellos_[static_cast<std::size_t>(rank_)];
-    is_needed |= choose_path(mine, hellos_[r], options_.transport) == Path::kQuic &&
-                 !engine_.find_link(hellos_[r].process_id);
-    needed.expected.emplace_back(hellos_[r].process_id, name_of(r));
+  for (std::size_t r = 0; r < gathering_.hellos.size(); ++r) {
+    if (static_cast<Rank>(r) == gathering_.rank) continue;
+    const Hello& mine = gathering_.mine();
+    is_needed |=
+        choose_path(mine, gathering_.hellos[r], gathering_.options.transport) == Path::kQuic &&
+        !gathering_.engine.find_link(gathering_.hellos[r].process_id);
+    needed.expected.emplace_back(gathering_.hellos[r].process_id,
+                                 gathering_.name_of(static_cast<Rank>(r)));
   }
-  if (!is_needed || !engine_.quic()) return Status();
-  needed.tls = options_.tls;
-  needed.secret = options_.secret;
-  needed.process_id = engine_.process_id();
-  needed.reset_key = engine_.quic()->reset_key();
+  if (!is_needed || !gathering_.engine.quic()) return Status();
+  needed.tls = gathering_.options.tls;
+  needed.secret = gathering_.options.secret;
+  needed.process_id = gathering_.engine.process_id();
+  needed.reset_key = gathering_.engine.quic()->reset_key();
   try {
     handshaker_ = handshaker_factory()(needed);
   } catch (const std::exception& error) {
     return Status::error(StatusCode::kInvalidUsage, error.what());
   }
-  engine_.with_quic([](auto& quic) { quic.set_shaking_hands(true); });
+  gathering_.engine.with_quic([](auto& quic) { quic.set_shaking_hands(true); });
   return Status();
 }
 
 Status QuicDoor::add(const HandedOver& state) {
   transport::quic::LinkOptions options;
-  options.eager_bytes_max = options_.eager_bytes_max;
+  options.eager_bytes_max = gathering_.options.eager_bytes_max;
   options.session.seed = platform::random_u64();
-  options.session.mtu_max = options_.quic_mtu_max;
-  options.session.congestion = options_.quic_uses_cubic ? transport::quic::CongestionKind::kCubic
-                                                        : transport::quic::CongestionKind::kBbr;
-  auto link = engine_.with_quic([&](auto&) {
-    return transport::quic::make_link(engine_.quic(), state, options, real_clock().now_ns());
+  options.session.mtu_max = gathering_.options.quic_mtu_max;
+  options.session.congestion = gathering_.options.quic_uses_cubic
+                                   ? transport::quic::CongestionKind::kCubic
+                                   : transport::quic::CongestionKind::kBbr;
+  auto link = gathering_.engine.with_quic([&](auto&) {
+    return transport::quic::make_link(gathering_.engine.quic(), state, options,
+                                      real_clock().now_ns());
   });
   if (!link.is_ok()) return link.status();
-  PYCOMM_RETURN_IF_ERROR(engine_.add_link(state.peer_process_id, std::move(link).value()));
-  engine_.kick();  // the peer waits for a first word
+  PYCOMM_RETURN_IF_ERROR(
+      gathering_.engine.add_link(state.peer_process_id, std::move(link).value()));
+  gathering_.engine.kick();  // the peer waits for a first word
   return Status();
 }
 
 // One round: datagrams in, out, and what came of it.
 bool QuicDoor::move() {
   if (!handshaker_) return false;
-  auto arrived = engine_.with_quic([](auto& quic) {
+  auto arrived = gathering_.engine.with_quic([](auto& quic) {
     quic.progress(real_clock().now_ns());
     return quic.take_unclaimed();
   });
@@ -102,7 +92,7 @@ bool QuicDoor::move() {
   for (const auto& datagram : arrived) handshaker_->receive(datagram.bytes, datagram.from);
   const auto leaving = handshaker_->take_datagrams();
   moved |= !leaving.empty();
-  engine_.with_quic([&](auto& quic) {
+  gathering_.engine.with_quic([&](auto& quic) {
     for (const auto& datagram : leaving) quic.send(datagram.bytes, datagram.address);
     return true;
   });
@@ -126,10 +116,7 @@ bool QuicDoor::move() {
 bool QuicDoor::accept() { return move(); }
 
 Status QuicDoor::connect(const Hello& theirs) {
-  const auto found = std::find_if(hellos_.begin(), hellos_.end(), [&](const Hello& h) {
-    return h.process_id == theirs.process_id;
-  });
-  const bool is_local = theirs.host == hellos_[static_cast<std::size_t>(rank_)].host;
+  const bool is_local = theirs.host == gathering_.mine().host;
   const std::string& address = is_local ? theirs.tcp_local_address : theirs.tcp_address;
   if (!is_local) {
     if (const Viability reach = is_reachable_from_elsewhere(address); !reach.viable) {
@@ -138,14 +125,15 @@ Status QuicDoor::connect(const Hello& theirs) {
   }
   const HandshakeTarget target{{address, theirs.quic_port},
                                theirs.process_id,
-                               name_of(static_cast<std::size_t>(found - hellos_.begin()))};
+                               gathering_.name_of(gathering_.rank_of(theirs.process_id))};
   failures_.erase(theirs.process_id);
   handshaker_->connect(target);
   const TimeNs start = real_clock().now_ns();
   bool was_heard = false;
-  while (!engine_.find_link(theirs.process_id)) {
+  while (!gathering_.engine.find_link(theirs.process_id)) {
     if (const auto it = failures_.find(theirs.process_id); it != failures_.end()) {
-      if (it->second.find(kNotYet) != std::string::npos && real_clock().now_ns() < deadline_) {
+      if (it->second.find(kNotYet) != std::string::npos &&
+          real_clock().now_ns() < gathering_.deadline) {
         failures_.erase(it);  // it is still about another group
         platform::sleep_ns(kAgainNs);
         handshaker_->connect(target);
@@ -155,12 +143,12 @@ Status QuicDoor::connect(const Hello& theirs) {
     }
     const TimeNs now = real_clock().now_ns();
     was_heard |= handshaker_->has_heard(theirs.process_id);
-    if (now > deadline_ || (!was_heard && now > start + kBlockedNs)) {
+    if (now > gathering_.deadline || (!was_heard && now > start + kBlockedNs)) {
       return Status::error(StatusCode::kTimeout, "no QUIC answer from " + address + ":" +
                                                      std::to_string(theirs.quic_port) +
                                                      " (does a firewall let UDP through?)");
     }
-    PYCOMM_RETURN_IF_ERROR(meeting_.check_now_and_then());
+    PYCOMM_RETURN_IF_ERROR(gathering_.meeting.check_now_and_then());
     if (!move()) platform::sleep_ns(kNapNs);
   }
   return Status();

@@ -16,8 +16,7 @@ namespace pycomm::communicator {
 
 class QuicDoor {
  public:
-  QuicDoor(Engine& engine, Meeting& meeting, const std::vector<Hello>& hellos, Rank rank,
-           const Options& options, base::TimeNs deadline);
+  explicit QuicDoor(const Gathering& gathering) : gathering_(gathering) {}
   ~QuicDoor();
 
   // Errors: the handshaker's (certificates that cannot be read).
@@ -30,14 +29,8 @@ class QuicDoor {
  private:
   bool move();
   Status add(const HandedOver& state);
-  std::string name_of(std::size_t rank) const;
 
-  Engine& engine_;
-  Meeting& meeting_;
-  const std::vector<Hello>& hellos_;
-  const Rank rank_;
-  const Options& options_;
-  const base::TimeNs deadline_;
+  const Gathering& gathering_;
   std::unique_ptr<Handshaker> handshaker_;
   std::map<std::string, std::string> failures_;  // by process id
   int num_refusals_ = 0;

@@ -47,49 +47,31 @@ TimeNs handshake_deadline(TimeNs deadline) {
   return std::min(deadline, real_clock().now_ns() + kHandshakeNs);
 }
 
-TcpDoor::TcpDoor(Engine& engine, Meeting& meeting, const std::vector<Hello>& hellos, Rank rank,
-                 const Options& options, TimeNs deadline)
-    : engine_(engine),
-      meeting_(meeting),
-      hellos_(hellos),
-      rank_(rank),
-      options_(options),
-      deadline_(deadline) {}
-
 Status TcpDoor::open() {
-  if (!options_.tls.is_set()) return Status();
-  auto tls = platform::TlsContext::load(options_.tls);
+  if (!gathering_.options.tls.is_set()) return Status();
+  auto tls = platform::TlsContext::load(gathering_.options.tls);
   if (!tls.is_ok()) return tls.status();
   tls_ = std::move(tls).value();
   return Status();
 }
 
-Rank TcpDoor::rank_of(const std::string& process_id) const {
-  for (std::size_t r = 0; r < hellos_.size(); ++r) {
-    if (hellos_[r].process_id == process_id) return static_cast<Rank>(r);
-  }
-  return kNoRank;
-}
-
-std::string TcpDoor::name_of(Rank peer) const {
-  const auto r = static_cast<std::size_t>(peer);
-  return options_.tls.name_of(r < options_.global_ranks.size() ? options_.global_ranks[r] : peer);
-}
-
 Status TcpDoor::check_name(const platform::ByteStream& stream, Rank peer) const {
-  if (!tls_ || (peer != kNoRank && stream.is_encrypted() && stream.peer_is_named(name_of(peer)))) {
+  if (!tls_ || (peer != kNoRank && stream.is_encrypted() &&
+                stream.peer_is_named(gathering_.name_of(peer)))) {
     return Status();
   }
   return Status::error(StatusCode::kInvalidUsage,
                        "rank " + std::to_string(peer) +
-                           " shows a certificate that is not made out to '" + name_of(peer) + "'",
+                           " shows a certificate that is not made out to '" +
+                           gathering_.name_of(peer) + "'",
                        peer);
 }
 
 Status TcpDoor::add(std::unique_ptr<ByteStream> stream, const std::string& process_id) {
   transport::tcp::LinkOptions options;
-  options.eager_bytes_max = options_.eager_bytes_max;
-  return engine_.add_link(process_id, transport::tcp::make_link(std::move(stream), options));
+  options.eager_bytes_max = gathering_.options.eager_bytes_max;
+  return gathering_.engine.add_link(process_id,
+                                    transport::tcp::make_link(std::move(stream), options));
 }
 
 // ---------------------------------------------------------------- connecting
@@ -99,7 +81,7 @@ Status TcpDoor::check_route(const std::string& address) {
     return Status::error(StatusCode::kInvalidUsage, reach.reason);
   }
   if (tls_) return Status();
-  if (platform::is_public_address(address) && !options_.allow_public_plaintext) {
+  if (platform::is_public_address(address) && !gathering_.options.allow_public_plaintext) {
     return Status::error(StatusCode::kInvalidUsage,
                          "refusing plain TCP to the public address " + address +
                              "; set PYCOMM_CERTS (pycomm certs) to encrypt, or "
@@ -120,7 +102,8 @@ Result<std::unique_ptr<ByteStream>> TcpDoor::reach(const std::string& address, s
                                                    Rank peer) {
   // It has listened since before it said hello: who does not answer soon never will.
   const TimeNs until =
-      std::min(deadline_, base::deadline_after(real_clock().now_ns(), options_.connect_timeout_ms));
+      std::min(gathering_.deadline,
+               base::deadline_after(real_clock().now_ns(), gathering_.options.connect_timeout_ms));
   auto socket = platform::connect_tcp(address, port, until);
   if (!socket.is_ok()) {
     const Status& status = socket.status();
@@ -133,7 +116,7 @@ Result<std::unique_ptr<ByteStream>> TcpDoor::reach(const std::string& address, s
             "(PYCOMM_PORT_RANGE)?");
   }
   if (!tls_) return platform::make_plain_stream(std::move(socket).value());
-  auto stream = tls_->connect(std::move(socket).value(), name_of(peer));
+  auto stream = tls_->connect(std::move(socket).value(), gathering_.name_of(peer));
   for (;;) {
     const IoResult result = stream->shake_hands();
     if (result.outcome == IoOutcome::kMoved) return stream;
@@ -141,12 +124,12 @@ Result<std::unique_ptr<ByteStream>> TcpDoor::reach(const std::string& address, s
     if (result.outcome == IoOutcome::kFailed) {
       return Status::error(
           StatusCode::kInvalidUsage,
-          stream->explain(result) + " (it must be made out to '" + name_of(peer) + "')");
+          stream->explain(result) + " (it must be made out to '" + gathering_.name_of(peer) + "')");
     }
-    if (real_clock().now_ns() > deadline_) {
+    if (real_clock().now_ns() > gathering_.deadline) {
       return Status::error(StatusCode::kTimeout, "the TLS handshake took too long");
     }
-    PYCOMM_RETURN_IF_ERROR(meeting_.check_now_and_then());
+    PYCOMM_RETURN_IF_ERROR(gathering_.meeting.check_now_and_then());
     platform::sleep_ns(kNapNs);
   }
 }
@@ -166,10 +149,10 @@ Status TcpDoor::converse(ByteStream& stream, Membership& membership, bool* was_h
         PYCOMM_RETURN_IF_ERROR(membership.feed({buffer.data(), got.bytes}, &out));
         break;
       case IoOutcome::kWouldBlock:
-        if (real_clock().now_ns() > deadline_) {
+        if (real_clock().now_ns() > gathering_.deadline) {
           return Status::error(StatusCode::kTimeout, "the handshake took too long");
         }
-        PYCOMM_RETURN_IF_ERROR(meeting_.check_now_and_then());
+        PYCOMM_RETURN_IF_ERROR(gathering_.meeting.check_now_and_then());
         platform::sleep_ns(kNapNs);
         break;
       case IoOutcome::kFailed:
@@ -187,12 +170,12 @@ Status TcpDoor::converse(ByteStream& stream, Membership& membership, bool* was_h
 }
 
 Status TcpDoor::connect(const Hello& theirs, const std::string& secret) {
-  const Hello& mine = hellos_[static_cast<std::size_t>(rank_)];
-  const Rank peer = rank_of(theirs.process_id);
+  const Hello& mine = gathering_.mine();
+  const Rank peer = gathering_.rank_of(theirs.process_id);
   if (theirs.proof != mine.proof) {
     return Status::error(StatusCode::kInvalidUsage,
                          "rank " + std::to_string(peer) + " proves membership by " + theirs.proof +
-                             ", rank " + std::to_string(rank_) + " by " + mine.proof +
+                             ", rank " + std::to_string(gathering_.rank) + " by " + mine.proof +
                              "; set PYCOMM_CERTS, or PYCOMM_SECRET_FILE, on every rank alike",
                          peer);
   }
@@ -205,17 +188,17 @@ Status TcpDoor::connect(const Hello& theirs, const std::string& secret) {
     bool was_heard = false;
     Status status;
     if (stream.value()) {
-      Membership membership =
-          Membership::connector(stream.value()->export_secret() + secret, engine_.process_id(),
-                                theirs.process_id, platform::random_hex128());
+      Membership membership = Membership::connector(stream.value()->export_secret() + secret,
+                                                    gathering_.engine.process_id(),
+                                                    theirs.process_id, platform::random_hex128());
       status = converse(*stream.value(), membership, &was_heard);
       if (status.is_ok()) return add(std::move(stream).value(), theirs.process_id);
     } else {
       status = Status::error(StatusCode::kSystem, "the peer closed the connection");
     }
     // Cut off before a word: the acceptor made room for others. It will listen again.
-    if (was_heard || real_clock().now_ns() > deadline_) return status;
-    PYCOMM_RETURN_IF_ERROR(meeting_.check_now_and_then());
+    if (was_heard || real_clock().now_ns() > gathering_.deadline) return status;
+    PYCOMM_RETURN_IF_ERROR(gathering_.meeting.check_now_and_then());
     platform::sleep_ns(kRetryNs);
   }
 }
@@ -224,14 +207,14 @@ Status TcpDoor::connect(const Hello& theirs, const std::string& secret) {
 
 bool TcpDoor::accept() {
   bool moved = false;
-  platform::UniqueFd fd = platform::accept_one(engine_.tcp_listener().fd.get());
+  platform::UniqueFd fd = platform::accept_one(gathering_.engine.tcp_listener().fd.get());
   // The oldest makes room: who proves membership does so at once, strangers linger.
   if (fd && pending_.size() >= kPendingMax) pending_.erase(pending_.begin());
   if (fd && platform::crypto_viability().viable && platform::configure_stream(fd.get()).is_ok()) {
     Pending pending;
     pending.stream =
         tls_ ? tls_->accept(std::move(fd)) : platform::make_plain_stream(std::move(fd));
-    pending.deadline = handshake_deadline(deadline_);
+    pending.deadline = handshake_deadline(gathering_.deadline);
     pending_.push_back(std::move(pending));
     moved = true;
   }
@@ -254,11 +237,11 @@ bool TcpDoor::advance(Pending& pending, bool* over) {
   if (status.is_ok() && pending.membership && pending.membership->is_done()) {
     *over = true;
     Stashed arrived{pending.membership->peer(), {}, std::move(pending.stream)};
-    const Rank peer = rank_of(arrived.process_id);
-    if (peer > rank_ && !engine_.find_link(arrived.process_id)) {
+    const Rank peer = gathering_.rank_of(arrived.process_id);
+    if (peer > gathering_.rank && !gathering_.engine.find_link(arrived.process_id)) {
       status = take_up(std::move(arrived));
     } else {
-      engine_.stash(std::move(arrived));
+      gathering_.engine.stash(std::move(arrived));
     }
   }
   if (!status.is_ok()) {
@@ -280,10 +263,12 @@ Status TcpDoor::hear(Pending& pending, bool* moved) {
       return Status::error(StatusCode::kInvalidUsage, pending.stream->explain(result));
     }
     pending.has_shaken_hands = true;
-    const bool needs_local_secret = options_.secret.empty() && !tls_;
-    const std::string& secret = needs_local_secret ? engine_.local_secret() : options_.secret;
-    pending.membership = std::make_unique<Membership>(Membership::acceptor(
-        pending.stream->export_secret() + secret, engine_.process_id(), platform::random_hex128()));
+    const bool needs_local_secret = gathering_.options.secret.empty() && !tls_;
+    const std::string& secret =
+        needs_local_secret ? gathering_.engine.local_secret() : gathering_.options.secret;
+    pending.membership = std::make_unique<Membership>(
+        Membership::acceptor(pending.stream->export_secret() + secret,
+                             gathering_.engine.process_id(), platform::random_hex128()));
     return Status();
   }
   std::array<char, kReadBytes> buffer;
@@ -300,7 +285,7 @@ Status TcpDoor::hear(Pending& pending, bool* moved) {
   }
   PYCOMM_RETURN_IF_ERROR(pending.membership->feed({buffer.data(), got.bytes}, &pending.out));
   // Of a process that no hello tells of, take_up() asks when its group is known.
-  if (const Rank peer = rank_of(pending.membership->peer()); peer != kNoRank) {
+  if (const Rank peer = gathering_.rank_of(pending.membership->peer()); peer != kNoRank) {
     PYCOMM_RETURN_IF_ERROR(check_name(*pending.stream, peer));
   }
   PYCOMM_RETURN_IF_ERROR(write_out(*pending.stream, &pending.out));
@@ -320,7 +305,7 @@ void TcpDoor::refuse(Pending& pending, const Status& why) {
 }
 
 Status TcpDoor::take_up(Stashed early) {
-  PYCOMM_RETURN_IF_ERROR(check_name(*early.stream, rank_of(early.process_id)));
+  PYCOMM_RETURN_IF_ERROR(check_name(*early.stream, gathering_.rank_of(early.process_id)));
   return add(std::move(early.stream), early.process_id);
 }
 

@@ -19,8 +19,7 @@ base::TimeNs handshake_deadline(base::TimeNs deadline);
 
 class TcpDoor {
  public:
-  TcpDoor(Engine& engine, Meeting& meeting, const std::vector<Hello>& hellos, Rank rank,
-          const Options& options, base::TimeNs deadline);
+  explicit TcpDoor(const Gathering& gathering) : gathering_(gathering) {}
 
   // Reads the certificates, if any. Errors: as TlsContext::load.
   Status open();
@@ -49,17 +48,10 @@ class TcpDoor {
   Status hear(Pending& pending, bool* moved);
   // Whether the certificate is made out to the rank that the peer says it is.
   Status check_name(const platform::ByteStream& stream, Rank peer) const;
-  std::string name_of(Rank peer) const;
   void refuse(Pending& pending, const Status& why);
   Status add(std::unique_ptr<platform::ByteStream> stream, const std::string& process_id);
-  Rank rank_of(const std::string& process_id) const;
 
-  Engine& engine_;
-  Meeting& meeting_;
-  const std::vector<Hello>& hellos_;
-  const Rank rank_;
-  const Options& options_;
-  const base::TimeNs deadline_;
+  const Gathering& gathering_;
   std::shared_ptr<platform::TlsContext> tls_;  // null without certificates
   std::vector<Pending> pending_;
   int num_refusals_ = 0;

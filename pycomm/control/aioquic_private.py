@@ -77,17 +77,19 @@ def own_cids(connection: QuicConnection) -> list[bytes]:
     return [cid.cid for cid in private._host_cids]
 
 
+def reset_token(key: bytes, cid: bytes) -> bytes:
+    """Of a connection ID (RFC 9000 section 10.3.2), as csrc/transport/quic/endpoint.cc has it."""
+    return hmac.digest(key, cid, hashlib.sha256)[:_RESET_TOKEN_BYTES]
+
+
 def derive_reset_tokens(connection: QuicConnection, key: bytes) -> None:
     """Makes stateless reset tokens a function of connection IDs (RFC 9000 section 10.3.2)."""
     private: Any = connection
 
-    def token(cid: bytes) -> bytes:
-        return hmac.digest(key, cid, hashlib.sha256)[:_RESET_TOKEN_BYTES]
-
     def derive() -> None:
         for cid in private._host_cids:
             if cid.stateless_reset_token is not None:
-                cid.stateless_reset_token = token(cid.cid)
+                cid.stateless_reset_token = reset_token(key, cid.cid)
 
     replenish: Callable[[], None] = private._replenish_connection_ids
 

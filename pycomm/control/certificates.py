@@ -26,6 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 DOMAIN = "pycomm.internal"
 _CLOCK_SKEW = timedelta(hours=1)
+_PUBLIC, _PRIVATE = 0o644, 0o600
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -33,24 +34,25 @@ class CertificateError(RuntimeError):
     """A folder or a certificate is not what it should be; the message says what to do."""
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Writes a file that only its owner reads, whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+def _write_all(files: dict[Path, tuple[bytes, int]]) -> None:
+    """Writes files with their modes: all are on the disk before the first one takes its place."""
+    staged: list[tuple[str, Path, int]] = []
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
-
-
-def _write(path: Path, content: bytes) -> None:
-    write_private(path, content)
-    path.chmod(0o644)
+        for path, (content, mode) in files.items():
+            # Mode 0600 until it is in its place.
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            staged.append((temporary, path, mode))
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for temporary, path, mode in staged:
+            Path(temporary).chmod(mode)
+            Path(temporary).replace(path)
+    finally:
+        for temporary, _, _ in staged:
+            with contextlib.suppress(FileNotFoundError):
+                Path(temporary).unlink()
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -116,9 +118,14 @@ class Authority:
             )
             .sign(key, hashes.SHA256())
         )
-        _write(folder / "job", job.encode())
-        _write(folder / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
-        write_private(folder / "ca.key", _key_pem(key))
+        pem = certificate.public_bytes(serialization.Encoding.PEM)
+        _write_all(
+            {
+                folder / "job": (job.encode(), _PUBLIC),
+                folder / "ca.pem": (pem, _PUBLIC),
+                folder / "ca.key": (_key_pem(key), _PRIVATE),
+            }
+        )
         return Authority(folder, job)
 
     @staticmethod
@@ -181,14 +188,20 @@ class Authority:
             )
             .sign(authority_key, hashes.SHA256())
         )
-        _write(folder / "ca.pem", (self.folder / "ca.pem").read_bytes())
-        _write(folder / "peers", self.peers.encode())
+        files = {
+            folder / "ca.pem": ((self.folder / "ca.pem").read_bytes(), _PUBLIC),
+            folder / "peers": (self.peers.encode(), _PUBLIC),
+            # Key before certificate: a reader in between sees a pair that does not fit.
+            folder / "key.pem": (_key_pem(key), _PRIVATE),
+            folder / "certificate.pem": (
+                certificate.public_bytes(serialization.Encoding.PEM),
+                _PUBLIC,
+            ),
+        }
         denied = self.folder / "denied"
         if denied.exists():
-            _write(folder / "denied", denied.read_bytes())
-        # Key before certificate: a reader in between sees a pair that does not fit, and says so.
-        write_private(folder / "key.pem", _key_pem(key))
-        _write(folder / "certificate.pem", certificate.public_bytes(serialization.Encoding.PEM))
+            files[folder / "denied"] = (denied.read_bytes(), _PUBLIC)
+        _write_all(files)
 
     def renew(self, folder: Path, days: int = 90) -> None:
         """A fresh key and certificate for what the folder's certificate is made out to.
@@ -215,7 +228,7 @@ class Authority:
         file = self.folder / "denied"
         before = file.read_text() if file.exists() else ""
         if print_ not in before:
-            _write(file, f"{before}{print_}  # {folder.name}\n".encode())
+            _write_all({file: (f"{before}{print_}  # {folder.name}\n".encode(), _PUBLIC)})
         return print_
 
 

@@ -97,6 +97,7 @@ class Handshaker:
         """Begins a handshake with the process at an address, whose certificate carries `name`."""
         now = time.monotonic()
         quic = QuicConnection(configuration=self._configuration(is_client=True, name=name))
+        private.derive_reset_tokens(quic, self._me.reset_key)
         quic.connect((host, port), now)
         self._connections.append(_Connection(quic, (host, port), process_id, now))
         self._pump(self._connections[-1], now)

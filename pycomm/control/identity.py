@@ -5,8 +5,10 @@ TLS over TCP does the same in the core (csrc/platform/tls.h).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,11 @@ from typing import Any
 from aioquic.tls import Alert, AlertDescription, verify_certificate
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+# Either side of a pair may connect, so a certificate has to serve for both (RFC 5280 4.2.1.12).
+_USES = frozenset({ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH})
 # The core looks for these words, and comes again.
 NOT_YET = "no group here awaits that process yet"
 
@@ -49,6 +55,11 @@ class Identity:
         if options["denied_file"]:
             for line in Path(options["denied_file"]).read_text().splitlines():
                 print_ = line.partition("#")[0].replace(":", "").strip().lower()
+                if print_ and not _FINGERPRINT.fullmatch(print_):
+                    raise ValueError(
+                        f"'{options['denied_file']}' has a line that is no SHA-256 fingerprint: "
+                        f"{line}"
+                    )
                 if print_:
                     denied.add(print_)
         ca_pem = Path(options["ca_file"]).read_bytes()
@@ -73,6 +84,13 @@ class Identity:
             verify_certificate(certificate, chain, cadata=self.ca_pem)
         except Alert as error:
             raise RefusedError(str(error), error.description) from error
+        with contextlib.suppress(x509.ExtensionNotFound):
+            uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+            if not _USES.issubset(uses) and ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE not in uses:
+                raise RefusedError(
+                    "it may not serve as client and server",
+                    AlertDescription.unsupported_certificate,
+                )
         if certificate.fingerprint(hashes.SHA256()).hex() in self.denied:
             raise RefusedError(
                 "it is denied by PYCOMM_TLS_DENIED", AlertDescription.certificate_revoked

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from pycomm.jobs import await_all, end_all
+from pycomm.jobs import attend
 from pycomm.lab.lab import Lab
 
 _PORT = 29_500
@@ -41,19 +40,9 @@ def job_environments(lab: Lab, ranks_per_host: int) -> list[tuple[int, dict[str,
 
 def run_job(lab: Lab, command: Sequence[str], ranks_per_host: int = 1) -> int:
     """Runs `command` as every rank and returns the first bad exit status, or 0."""
-    processes: list[subprocess.Popen[bytes]] = []
 
-    def on_terminate(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, on_terminate)
-    try:
+    def start() -> Iterator[subprocess.Popen[bytes]]:
         for host, environment in job_environments(lab, ranks_per_host):
-            processes.append(lab.start(host, command, env={**os.environ, **environment}))
-        return await_all(processes)
-    except KeyboardInterrupt:  # the terminal has sent it to the ranks too
-        end_all(processes)
-        return 130
-    finally:
-        end_all(processes)
-        signal.signal(signal.SIGTERM, before)
+            yield lab.start(host, command, env={**os.environ, **environment})
+
+    return attend(start())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import re
@@ -270,6 +271,26 @@ def test_a_forked_child_may_start_anew_and_disturbs_nobody(
 
     folder = tmp_path / "any"
     assert run_two(tmp_path, folder, folder, body, "quic") == [2, 2]
+
+
+def test_a_disk_that_is_full_leaves_the_old_pair_whole(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "any"
+    authority.issue(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    num_synced = 0
+
+    def full_at_the_last(handle: int) -> None:
+        nonlocal num_synced
+        num_synced += 1
+        if num_synced == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_at_the_last)
+    with pytest.raises(OSError, match="No space"):
+        authority.renew(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_settings_that_are_not_whole_are_named(tmp_path: Path) -> None:
