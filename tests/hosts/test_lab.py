@@ -35,9 +35,10 @@ def ping(lab: Lab, count: int, *, num_bytes: int = 100, gap_ms: float = 2) -> di
     return dict(json.loads(output))
 
 
-def left_over() -> list[str]:
-    places = [*Path("/run/netns").glob("pycomm-*"), *Path("/run/pycomm-lab").glob("*")]
-    return [str(place) for place in places]
+def left_over(owner: int) -> list[str]:
+    """What there is of the labs of a process; other processes may have theirs."""
+    labs = Path("/run/pycomm-lab").glob(f"{owner}-*")
+    return [str(place) for place in [*Path("/run/netns").glob(f"pycomm-{owner}-*"), *labs]]
 
 
 def test_delay_loss_duplicates_and_mtu_are_as_asked(make_lab: MakeLab) -> None:
@@ -120,24 +121,26 @@ def test_hosts_of_a_site_share_a_lan_and_sites_a_wan(make_lab: MakeLab) -> None:
 def test_nothing_stays_when_it_goes_down_nor_when_its_owner_is_killed(tmp_path: Path) -> None:
     if reason := refusal():
         pytest.skip(f"no lab: {reason}")
-    before = left_over()
     with Lab(LabPlan(hosts=2, wan=Wan(rtt_ms=1))) as lab:
         lab.start(0, ["sleep", "100"])
-        assert len(left_over()) == len(before) + 5
+        assert len(left_over(os.getpid())) == 5
         assert len(lab.processes()) == 1
-    assert left_over() == before
+    assert left_over(os.getpid()) == []
     script = (
         "import os, signal\n"
         "from pycomm.lab import Lab, LabPlan, Wan\n"
         "Lab(LabPlan(hosts=2, wan=Wan(rtt_ms=1))).up()\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print('up', flush=True)\n"
+        "signal.pause()\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=False)
-    assert len(left_over()) == len(before) + 5
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None and owner.stdout.readline() == "up\n"
+    assert len(left_over(owner.pid)) == 5
+    owner.kill()
+    owner.wait()
     time.sleep(0.3)  # its relay notices by itself
-    with Lab(LabPlan(hosts=1)) as lab:
-        assert len(left_over()) == len(before) + 3
-    assert left_over() == before
+    with Lab(LabPlan(hosts=1)):
+        assert left_over(owner.pid) == []
 
 
 def test_the_command_brings_one_up_changes_it_and_takes_it_down() -> None:
