@@ -58,6 +58,20 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
   return hello;
 }
 
+// Every chunk waits for its clearance: a ring over a long path needs chunks that take about as long
+// as its round trip, so that the wait does not count. Decided alike on all ranks, and only where
+// nobody asked for another size.
+std::uint64_t chunk_bytes_of(const std::vector<Hello>& hellos, const Options& options) {
+  constexpr std::uint64_t kWideBytes = 4 << 20;
+  if (options.chunk_bytes != Options().chunk_bytes) return options.chunk_bytes;
+  for (const Hello& a : hellos) {
+    for (const Hello& b : hellos) {
+      if (&a != &b && choose_path(a, b, options.transport) == Path::kQuic) return kWideBytes;
+    }
+  }
+  return options.chunk_bytes;
+}
+
 Status check_choice(const std::vector<Hello>& hellos, Rank rank, const Options& options) {
   if (options.transport != TransportChoice::kShm) return Status();
   for (std::size_t r = 0; r < hellos.size(); ++r) {
@@ -212,7 +226,7 @@ Result<std::unique_ptr<Communicator>> create_with(const std::shared_ptr<Engine>&
   context.group = hellos.value()[0].nonce;
   context.rank = rank;
   context.world_size = world_size;
-  context.chunk_bytes = options.chunk_bytes;
+  context.chunk_bytes = chunk_bytes_of(hellos.value(), options);
   context.waker = group.get();
   group->flight_folder = options.flight_recorder_folder;
   group->global_ranks = options.global_ranks;
