@@ -52,7 +52,7 @@ def main() -> int:
     if not holds:
         print(f"4 encrypted  FAILS  {results}")
         return 1
-    packets = sum(stats["packets_sent"] for _, _, stats in results)
+    packets = sum(path["packets_sent"] for _, _, stats in results for path in stats["paths"])
     milliseconds = 1e3 * max(seconds for _, seconds, _ in results)
     print(
         "4 encrypted  holds  8 B, 4 KB and 1 MiB all_reduce in QUIC v2 1-RTT packets after an "

@@ -49,6 +49,7 @@ HandedOver state_of(const py::dict& d) {
   const auto [host, port] = d["peer"].cast<std::pair<std::string, std::uint16_t>>();
   s.peer = {host, port};
   take("peer_process_id", &s.peer_process_id);
+  take("path", &s.path);
   return s;
 }
 
@@ -61,7 +62,9 @@ class PythonHandshaker final : public Handshaker {
   }
 
   void connect(const HandshakeTarget& t) override {
-    guarded([&] { object_.attr("connect")(t.address.host, t.address.port, t.process_id, t.name); });
+    guarded([&] {
+      object_.attr("connect")(t.address.host, t.address.port, t.process_id, t.name, t.path);
+    });
   }
   void receive(const std::string& datagram, const UdpAddress& from) override {
     guarded([&] { object_.attr("receive")(py::bytes(datagram), from.host, from.port); });
@@ -77,9 +80,9 @@ class PythonHandshaker final : public Handshaker {
     });
     return result;
   }
-  bool has_heard(const std::string& process_id) override {
+  bool has_heard(const std::string& process_id, int path) override {
     bool heard = false;
-    guarded([&] { heard = object_.attr("has_heard")(process_id).cast<bool>(); });
+    guarded([&] { heard = object_.attr("has_heard")(process_id, path).cast<bool>(); });
     return heard;
   }
   std::vector<HandedOver> take_established() override {
@@ -94,13 +97,13 @@ class PythonHandshaker final : public Handshaker {
   std::vector<Failure> take_failures() override {
     std::vector<Failure> result;
     guarded([&] {
-      for (const auto& [process_id, reason] :
+      for (const auto& [process_id, reason, path] :
            object_.attr("take_failures")()
-               .cast<std::vector<std::pair<std::string, std::string>>>()) {
-        result.push_back({process_id, reason});
+               .cast<std::vector<std::tuple<std::string, std::string, int>>>()) {
+        result.push_back({process_id, reason, path});
       }
     });
-    if (!error_.empty()) result.push_back({"", std::exchange(error_, {})});
+    if (!error_.empty()) result.push_back({"", std::exchange(error_, {}), -1});
     return result;
   }
 

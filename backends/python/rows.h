@@ -9,6 +9,20 @@
 
 namespace pycomm::python {
 
+inline pybind11::dict path_row(const PathStats& path) {
+  pybind11::dict row;
+  row["peer"] = path.peer;
+  row["rtt_s"] = path.rtt_s;
+  row["bandwidth_bytes_per_s"] = path.bandwidth_bytes_per_s;
+  row["bytes_sent"] = path.bytes_sent;
+  row["packets_sent"] = path.packets_sent;
+  row["packets_lost"] = path.packets_lost;
+  row["bytes_resent"] = path.bytes_resent;
+  row["window_bytes"] = path.window_bytes;
+  row["mtu"] = path.mtu;
+  return row;
+}
+
 inline pybind11::list peer_stats_rows(const std::vector<PeerStats>& stats) {
   pybind11::list rows;
   for (const PeerStats& peer : stats) {
@@ -21,15 +35,9 @@ inline pybind11::list peer_stats_rows(const std::vector<PeerStats>& stats) {
     row["bytes_direct"] = peer.counters.bytes_direct;
     row["messages_sent"] = peer.counters.messages_sent;
     row["messages_received"] = peer.counters.messages_received;
-    if (peer.path) {
-      row["rtt_s"] = peer.path->rtt_s;
-      row["bandwidth_bytes_per_s"] = peer.path->bandwidth_bytes_per_s;
-      row["packets_sent"] = peer.path->packets_sent;
-      row["packets_lost"] = peer.path->packets_lost;
-      row["bytes_resent"] = peer.path->bytes_resent;
-      row["window_bytes"] = peer.path->window_bytes;
-      row["mtu"] = peer.path->mtu;
-    }
+    pybind11::list paths;
+    for (const PathStats& path : peer.paths) paths.append(path_row(path));
+    if (!peer.paths.empty()) row["paths"] = paths;
     rows.append(row);
   }
   return rows;

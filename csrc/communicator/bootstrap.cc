@@ -54,7 +54,10 @@ class Connector {
     for (;;) {
       Rank missing = kNoRank;
       for (Rank peer = gathering_.rank + 1; peer < size(); ++peer) {
-        if (gathering_.engine.find_link(hello(peer).process_id)) continue;
+        if (gathering_.engine.find_link(hello(peer).process_id)) {
+          if (quic_.awaits_paths(hello(peer))) missing = peer;
+          continue;
+        }
         missing = peer;
         if (auto early = gathering_.engine.take_stashed(hello(peer).process_id)) {
           // It may have given up since; then it comes again.

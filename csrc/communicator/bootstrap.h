@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "communicator/engine.h"
+#include "pycomm/handshaker.h"
 
 namespace pycomm::communicator {
 
@@ -27,7 +28,9 @@ struct Hello {
   std::string tcp_address;
   std::string tcp_local_address;  // for ranks on the same host
   std::uint16_t tcp_port = 0;
-  std::uint16_t quic_port = 0;  // 0: no QUIC
+  // Where a UDP socket listens; an empty host stands for tcp_address, or tcp_local_address. None:
+  // no QUIC.
+  std::vector<UdpAddress> quic_paths;
   std::string quic_refusal;
   std::string proof;        // how it proves membership: "none", "secret", "certificate" or both
   std::string cpus;         // processors that this rank may run on, platform::allowed_cpus()

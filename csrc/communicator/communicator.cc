@@ -45,7 +45,10 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
   hello.shm_refusal = is_network_only        ? "PYCOMM_TRANSPORT"
                       : options.shm_disabled ? "PYCOMM_SHM_DISABLE=1"
                                              : engine.shm_refusal();
-  hello.quic_port = engine.quic() && options.tls.is_set() ? engine.quic()->port() : 0;
+  for (std::size_t i = 0; options.tls.is_set() && i < engine.quic().size(); ++i) {
+    hello.quic_paths.push_back({i < options.quic_paths.size() ? options.quic_paths[i].second : "",
+                                engine.quic()[i]->port()});
+  }
   hello.quic_refusal = engine.quic_refusal();
   hello.local_name = engine.local_name();
   hello.tcp_address = engine.addresses().advertise;

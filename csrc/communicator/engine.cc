@@ -134,7 +134,7 @@ void Engine::stop() {
     // Until everything has left, and, over TCP, until the peer has taken it and closed.
     for (bool open = true; open && real_clock().now_ns() < deadline;) {
       open = false;
-      if (quic_) quic_->progress(real_clock().now_ns());
+      for (const auto& endpoint : quic_) endpoint->progress(real_clock().now_ns());
       for (auto& [id, peer] : links_) {
         CoreLink& link = *peer.link;
         link.progress();
@@ -177,7 +177,7 @@ void Engine::stop() {
     if (peer.link->fd() >= 0) forget_no_more(peer.link->fd());
   }
   links_.clear();
-  if (quic_) forget_no_more(quic_->fd());
+  for (const auto& endpoint : quic_) forget_no_more(endpoint->fd());
   stashed_.clear();
 }
 

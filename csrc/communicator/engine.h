@@ -64,14 +64,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Addresses& addresses() const { return addresses_; }
   const platform::TcpListener& tcp_listener() const { return tcp_listener_; }
   const std::string& local_secret() const { return local_secret_; }
-  // Null where there is no QUIC; quic_refusal() says why.
-  const std::shared_ptr<transport::quic::Endpoint>& quic() { return quic_; }
+  // One endpoint for each of Options::quic_paths; none where there is no QUIC.
+  const std::vector<std::shared_ptr<transport::quic::Endpoint>>& quic() const { return quic_; }
   const std::string& quic_refusal() const { return quic_refusal_; }
-  // The endpoint is used under this lock.
+  // Endpoints, and links of theirs, are used under this lock.
   template <class F>
   auto with_quic(F f) {
     std::lock_guard lock(mutex_);
-    return f(*quic_);
+    return f();
   }
   std::mutex& creation_mutex() { return creation_mutex_; }
   Crowding& crowding() { return crowding_; }
@@ -182,7 +182,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   platform::UniqueFd local_listener_;
   Addresses addresses_;
   platform::TcpListener tcp_listener_;
-  std::shared_ptr<transport::quic::Endpoint> quic_;
+  std::vector<std::shared_ptr<transport::quic::Endpoint>> quic_;
   std::string quic_refusal_;
   std::mutex creation_mutex_;
   Crowding crowding_;

@@ -41,16 +41,23 @@ Status Engine::start_quic(const Options& options) {
     quic_refusal_ = crypto.reason;
   }
   if (!quic_refusal_.empty()) return Status();
-  auto quic = transport::quic::Endpoint::open(addresses_.listen, options.ports.first,
-                                              options.ports.last, reset_key());
-  if (!quic.is_ok()) {
-    if (options.transport == TransportChoice::kQuic) return quic.status();
-    quic_refusal_ = quic.status().message();
-    return Status();
+  const std::string key = reset_key();
+  for (const auto& [bound, told] : options.quic_paths) {
+    auto quic = transport::quic::Endpoint::open(bound.empty() ? addresses_.listen : bound,
+                                                options.ports.first, options.ports.last, key);
+    if (!quic.is_ok()) {
+      if (options.transport == TransportChoice::kQuic) return quic.status();
+      quic_refusal_ = quic.status().message();
+      for (const auto& endpoint : std::exchange(quic_, {})) forget_no_more(endpoint->fd());
+      return Status();
+    }
+    quic_.push_back(std::move(quic).value());
+    forget_after_fork(quic_.back()->fd());
   }
-  quic_ = std::move(quic).value();
-  forget_after_fork(quic_->fd());
-  return poller_.add(quic_->fd(), kUdpToken);
+  for (const auto& endpoint : quic_) {
+    PYCOMM_RETURN_IF_ERROR(poller_.add(endpoint->fd(), kUdpToken));
+  }
+  return Status();
 }
 
 std::shared_ptr<CoreLink> Engine::find_link(const std::string& process_id) {

@@ -35,7 +35,8 @@ constexpr std::int64_t kRunnerPauseNs = 500'000;
 // ---------------------------------------------------------------- progress
 
 bool Engine::progress() {
-  bool moved = quic_ && quic_->progress(real_clock().now_ns());
+  bool moved = false;
+  for (const auto& endpoint : quic_) moved |= endpoint->progress(real_clock().now_ns());
   for (auto& [id, peer] : links_) moved |= peer.link->progress();
   watch_links();
   const TimeNs now = real_clock().now_ns();

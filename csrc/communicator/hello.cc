@@ -5,6 +5,7 @@
 #include <map>
 
 #include "communicator/bootstrap.h"
+#include "platform/udp.h"
 
 namespace pycomm::communicator {
 namespace {
@@ -35,6 +36,32 @@ bool is_hexadecimal(const std::string& text) {
   return text.find_first_not_of("0123456789abcdef") == std::string::npos;
 }
 
+constexpr std::size_t kPathsMax = 8;
+
+std::string encode_paths(const std::vector<UdpAddress>& paths) {
+  std::string text;
+  for (const UdpAddress& path : paths) {
+    text += (text.empty() ? "" : ",") + path.host + ":" + std::to_string(path.port);
+  }
+  return text;
+}
+
+bool parse_paths(const std::string& text, std::vector<UdpAddress>* out) {
+  for (std::size_t at = 0; !text.empty() && at <= text.size();) {
+    const std::size_t end = std::min(text.find(',', at), text.size());
+    const std::string item = text.substr(at, end - at);
+    const std::size_t colon = item.find(':');
+    UdpAddress path;
+    if (colon == std::string::npos || !parse(item.substr(colon + 1), &path.port)) return false;
+    path.host = item.substr(0, colon);
+    const bool is_address = path.host.empty() || platform::UdpPeer::parse(path.host, 0).is_ok();
+    if (!is_address || path.port == 0 || out->size() >= kPathsMax) return false;
+    out->push_back(std::move(path));
+    at = end + 1;
+  }
+  return true;
+}
+
 bool is_process_id(const std::string& text) { return text.size() == 32 && is_hexadecimal(text); }
 
 }  // namespace
@@ -55,7 +82,7 @@ std::string encode(const Hello& h) {
          line("shm_refusal", h.shm_refusal) + line("local_name", h.local_name) +
          line("tcp_address", h.tcp_address) + line("tcp_local_address", h.tcp_local_address) +
          line("tcp_port", std::to_string(h.tcp_port)) +
-         line("quic_port", std::to_string(h.quic_port)) + line("quic_refusal", h.quic_refusal) +
+         line("quic_paths", encode_paths(h.quic_paths)) + line("quic_refusal", h.quic_refusal) +
          line("proof", h.proof) + line("cpus", h.cpus) + line("nonce", std::to_string(h.nonce));
 }
 
@@ -92,7 +119,7 @@ Result<Hello> decode(const std::string& text) {
   h.cpus = fields["cpus"];
   const bool is_valid =
       parse(fields["world_size"], &h.world_size) && parse(fields["tcp_port"], &h.tcp_port) &&
-      parse(fields["quic_port"], &h.quic_port) && parse(fields["nonce"], &h.nonce) &&
+      parse_paths(fields["quic_paths"], &h.quic_paths) && parse(fields["nonce"], &h.nonce) &&
       h.nonce >> 63 == 0 && is_process_id(h.process_id) && h.local_name.size() <= 100 &&
       is_hexadecimal(h.cpus);
   if (!is_valid) return malformed;
@@ -153,7 +180,7 @@ int num_cpus(const std::vector<Hello>& hellos) {
 
 Path choose_path(const Hello& a, const Hello& b, TransportChoice choice) {
   if (!a.shm_domain.empty() && a.shm_domain == b.shm_domain) return Path::kShm;
-  const bool both = a.quic_port != 0 && b.quic_port != 0;
+  const bool both = !a.quic_paths.empty() && !b.quic_paths.empty();
   return both && (choice == TransportChoice::kQuic || a.host != b.host) ? Path::kQuic : Path::kTcp;
 }
 

@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "platform/sockets.h"
 #include "platform/system.h"
+#include "platform/udp.h"
 #include "pycomm/communicator.h"
 
 namespace pycomm {
@@ -131,6 +132,31 @@ std::string take_log_file(const std::string& value, Options&) {
   return base::set_log_file(value) ? "" : "cannot be opened";
 }
 
+// "2", or addresses, each maybe with the one that peers are told: "10.0.0.5,10.1.0.5=203.0.113.9".
+std::string take_quic_paths(const std::string& value, Options& options) {
+  constexpr std::uint64_t kMax = 8;
+  std::uint64_t count = 0;
+  if (parse_u64(value, &count)) {
+    if (count < 1 || count > kMax) return "is not a number from 1 to 8";
+    options.quic_paths.assign(count, {});
+    return "";
+  }
+  options.quic_paths.clear();
+  for (std::size_t at = 0; at <= value.size();) {
+    const std::size_t end = std::min(value.find(',', at), value.size());
+    const std::string item = value.substr(at, end - at);
+    const std::size_t equals = item.find('=');
+    const std::string bound = item.substr(0, equals);
+    const std::string told = equals == std::string::npos ? bound : item.substr(equals + 1);
+    if (!platform::UdpPeer::parse(bound, 0).is_ok() || !platform::UdpPeer::parse(told, 0).is_ok()) {
+      return "is neither a number nor a list of IPv4 addresses such as 10.0.0.5,10.1.0.5";
+    }
+    options.quic_paths.emplace_back(bound, told);
+    at = end + 1;
+  }
+  return options.quic_paths.size() <= kMax ? "" : "names more than 8 addresses";
+}
+
 std::string take_flight_recorder(const std::string& value, Options& options) {
   options.flight_recorder_folder = value == "off" ? "" : value;
   return "";
@@ -187,6 +213,10 @@ const std::vector<Known>& known_settings() {
        take_secret_file},
       {"PYCOMM_SECRET", "", "the secret itself; prefer the file", take_secret},
       {"PYCOMM_CERTS", "", "folder of `pycomm certs issue`: encrypts between hosts", take_certs},
+      {"PYCOMM_QUIC_PATHS", "1",
+       "QUIC connections between two processes, or addresses to have one each over: "
+       "10.0.0.5,10.1.0.5 (=TOLD where peers need another: NAT)",
+       take_quic_paths},
       {"PYCOMM_QUIC_CONGESTION", "bbr", "how QUIC finds its rate: bbr or cubic",
        [](const std::string& value, Options& options) -> std::string {
          options.quic_uses_cubic = value == "cubic";

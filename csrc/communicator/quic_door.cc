@@ -1,5 +1,6 @@
 #include "communicator/quic_door.h"
 
+#include <algorithm>
 #include <exception>
 
 #include "base/log.h"
@@ -33,7 +34,10 @@ constexpr const char* kNotYet = "no group here awaits that process yet";
 }  // namespace
 
 QuicDoor::~QuicDoor() {
-  if (handshaker_) gathering_.engine.with_quic([](auto& quic) { quic.set_shaking_hands(false); });
+  if (handshakers_.empty()) return;
+  gathering_.engine.with_quic([&] {
+    for (const auto& endpoint : gathering_.engine.quic()) endpoint->set_shaking_hands(false);
+  });
 }
 
 Status QuicDoor::open() {
@@ -48,21 +52,31 @@ Status QuicDoor::open() {
     needed.expected.emplace_back(gathering_.hellos[r].process_id,
                                  gathering_.name_of(static_cast<Rank>(r)));
   }
-  if (!is_needed || !gathering_.engine.quic()) return Status();
+  const auto& endpoints = gathering_.engine.quic();
+  if (!is_needed || endpoints.empty()) return Status();
   needed.tls = gathering_.options.tls;
   needed.secret = gathering_.options.secret;
   needed.process_id = gathering_.engine.process_id();
-  needed.reset_key = gathering_.engine.quic()->reset_key();
+  needed.reset_key = endpoints[0]->reset_key();
   try {
-    handshaker_ = handshaker_factory()(needed);
+    while (handshakers_.size() < endpoints.size()) {
+      handshakers_.push_back(handshaker_factory()(needed));
+    }
   } catch (const std::exception& error) {
+    handshakers_.clear();
     return Status::error(StatusCode::kInvalidUsage, error.what());
   }
-  gathering_.engine.with_quic([](auto& quic) { quic.set_shaking_hands(true); });
+  gathering_.engine.with_quic([&] {
+    for (const auto& endpoint : endpoints) endpoint->set_shaking_hands(true);
+  });
   return Status();
 }
 
-Status QuicDoor::add(const HandedOver& state) {
+int QuicDoor::num_paths(const Hello& theirs) const {
+  return static_cast<int>(std::max(handshakers_.size(), theirs.quic_paths.size()));
+}
+
+Status QuicDoor::add(const HandedOver& state, std::size_t endpoint) {
   transport::quic::LinkOptions options;
   options.eager_bytes_max = gathering_.options.eager_bytes_max;
   options.session.seed = platform::random_u64();
@@ -70,86 +84,141 @@ Status QuicDoor::add(const HandedOver& state) {
   options.session.congestion = gathering_.options.quic_uses_cubic
                                    ? transport::quic::CongestionKind::kCubic
                                    : transport::quic::CongestionKind::kBbr;
-  auto link = gathering_.engine.with_quic([&](auto&) {
-    return transport::quic::make_link(gathering_.engine.quic(), state, options,
-                                      real_clock().now_ns());
-  });
-  if (!link.is_ok()) return link.status();
-  PYCOMM_RETURN_IF_ERROR(
-      gathering_.engine.add_link(state.peer_process_id, std::move(link).value()));
+  const auto& socket = gathering_.engine.quic()[endpoint];
+  Peer& peer = peers_[state.peer_process_id];
+  const TimeNs now = real_clock().now_ns();
+  if (auto first = gathering_.engine.find_link(state.peer_process_id)) {
+    PYCOMM_RETURN_IF_ERROR(gathering_.engine.with_quic(
+        [&] { return transport::quic::add_path(*first, socket, state, options, now); }));
+  } else {
+    auto link = gathering_.engine.with_quic(
+        [&] { return transport::quic::make_link(socket, state, options, now); });
+    if (!link.is_ok()) return link.status();
+    PYCOMM_RETURN_IF_ERROR(
+        gathering_.engine.add_link(state.peer_process_id, std::move(link).value()));
+    peer.first_at = now;
+  }
+  peer.connected.insert(state.path >= 0 ? state.path
+                                        : -1 - static_cast<int>(peer.connected.size()));
   gathering_.engine.kick();  // the peer waits for a first word
   return Status();
 }
 
 // One round: datagrams in, out, and what came of it.
 bool QuicDoor::move() {
-  if (!handshaker_) return false;
-  auto arrived = gathering_.engine.with_quic([](auto& quic) {
-    quic.progress(real_clock().now_ns());
-    return quic.take_unclaimed();
-  });
-  bool moved = !arrived.empty();
-  for (const auto& datagram : arrived) handshaker_->receive(datagram.bytes, datagram.from);
-  const auto leaving = handshaker_->take_datagrams();
-  moved |= !leaving.empty();
-  gathering_.engine.with_quic([&](auto& quic) {
-    for (const auto& datagram : leaving) quic.send(datagram.bytes, datagram.address);
-    return true;
-  });
-  for (const HandedOver& state : handshaker_->take_established()) {
-    moved = true;
-    if (const Status status = add(state); !status.is_ok()) {
-      failures_[state.peer_process_id] = status.message();
+  bool moved = false;
+  for (std::size_t i = 0; i < handshakers_.size(); ++i) {
+    Handshaker& handshaker = *handshakers_[i];
+    transport::quic::Endpoint& endpoint = *gathering_.engine.quic()[i];
+    auto arrived = gathering_.engine.with_quic([&] {
+      endpoint.progress(real_clock().now_ns());
+      return endpoint.take_unclaimed();
+    });
+    moved |= !arrived.empty();
+    for (const auto& datagram : arrived) handshaker.receive(datagram.bytes, datagram.from);
+    const auto leaving = handshaker.take_datagrams();
+    moved |= !leaving.empty();
+    gathering_.engine.with_quic([&] {
+      for (const auto& datagram : leaving) endpoint.send(datagram.bytes, datagram.address);
+    });
+    for (const HandedOver& state : handshaker.take_established()) {
+      moved = true;
+      if (const Status status = add(state, i); !status.is_ok()) {
+        peers_[state.peer_process_id].failures[state.path] = status.message();
+      }
     }
-  }
-  for (const Handshaker::Failure& failure : handshaker_->take_failures()) {
-    const bool is_early = failure.reason.find(kNotYet) != std::string::npos;
-    if (!is_early && num_refusals_++ < kRefusalsLogged) {
-      base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
-                "a QUIC connection was refused: " + failure.reason);
+    for (const Handshaker::Failure& failure : handshaker.take_failures()) {
+      const bool is_early = failure.reason.find(kNotYet) != std::string::npos;
+      if (!is_early && num_refusals_++ < kRefusalsLogged) {
+        base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+                  "a QUIC connection was refused: " + failure.reason);
+      }
+      if (!failure.process_id.empty()) {
+        peers_[failure.process_id].failures[failure.path] = failure.reason;
+      }
     }
-    if (!failure.process_id.empty()) failures_[failure.process_id] = failure.reason;
   }
   return moved;
 }
 
 bool QuicDoor::accept() { return move(); }
 
-Status QuicDoor::connect(const Hello& theirs) {
+bool QuicDoor::awaits_paths(const Hello& theirs) {
+  const auto found = peers_.find(theirs.process_id);
+  if (found == peers_.end()) return false;
+  const Peer& peer = found->second;
+  // The one that connects gives up on a path that is blocked as soon.
+  return static_cast<int>(peer.connected.size()) < num_paths(theirs) && peer.first_at > 0 &&
+         real_clock().now_ns() < std::min(gathering_.deadline, peer.first_at + kBlockedNs);
+}
+
+HandshakeTarget QuicDoor::target(const Hello& theirs, int path) const {
+  const UdpAddress& there =
+      theirs.quic_paths[static_cast<std::size_t>(path) % theirs.quic_paths.size()];
   const bool is_local = theirs.host == gathering_.mine().host;
-  const std::string& address = is_local ? theirs.tcp_local_address : theirs.tcp_address;
-  if (!is_local) {
-    if (const Viability reach = is_reachable_from_elsewhere(address); !reach.viable) {
-      return Status::error(StatusCode::kInvalidUsage, reach.reason);
+  const std::string& general = is_local ? theirs.tcp_local_address : theirs.tcp_address;
+  return {{there.host.empty() ? general : there.host, there.port},
+          theirs.process_id,
+          gathering_.name_of(gathering_.rank_of(theirs.process_id)),
+          path};
+}
+
+Status QuicDoor::connect(const Hello& theirs) {
+  Peer& peer = peers_[theirs.process_id];
+  std::set<int> open;  // paths that may still come
+  for (int path = 0; path < num_paths(theirs); ++path) {
+    const HandshakeTarget to = target(theirs, path);
+    const Viability reach = theirs.host == gathering_.mine().host
+                                ? Viability{}
+                                : is_reachable_from_elsewhere(to.address.host);
+    if (!reach.viable) {
+      peer.failures[path] = reach.reason;
+    } else {
+      handshaker_of(path).connect(to);
     }
+    open.insert(path);
   }
-  const HandshakeTarget target{{address, theirs.quic_port},
-                               theirs.process_id,
-                               gathering_.name_of(gathering_.rank_of(theirs.process_id))};
-  failures_.erase(theirs.process_id);
-  handshaker_->connect(target);
   const TimeNs start = real_clock().now_ns();
-  bool was_heard = false;
-  while (!gathering_.engine.find_link(theirs.process_id)) {
-    if (const auto it = failures_.find(theirs.process_id); it != failures_.end()) {
-      if (it->second.find(kNotYet) != std::string::npos &&
-          real_clock().now_ns() < gathering_.deadline) {
-        failures_.erase(it);  // it is still about another group
-        platform::sleep_ns(kAgainNs);
-        handshaker_->connect(target);
+  std::set<int> heard;
+  Status why;
+  while (!open.empty()) {
+    std::erase_if(open, [&](int path) { return peer.connected.contains(path); });
+    const TimeNs now = real_clock().now_ns();
+    for (auto it = open.begin(); it != open.end();) {
+      const int path = *it;
+      const HandshakeTarget to = target(theirs, path);
+      if (handshaker_of(path).has_heard(theirs.process_id, path)) heard.insert(path);
+      Status over;
+      if (const auto failure = peer.failures.find(path); failure != peer.failures.end()) {
+        const std::string reason = failure->second;
+        peer.failures.erase(failure);
+        if (reason.find(kNotYet) != std::string::npos && now < gathering_.deadline) {
+          platform::sleep_ns(kAgainNs);  // it is still about another group
+          handshaker_of(path).connect(to);
+        } else {
+          over = Status::error(StatusCode::kInvalidUsage, reason);
+        }
+      } else if (now > gathering_.deadline || (!heard.contains(path) && now > start + kBlockedNs)) {
+        over = Status::error(StatusCode::kTimeout, "no QUIC answer from " + to.address.host + ":" +
+                                                       std::to_string(to.address.port) +
+                                                       " (does a firewall let UDP through?)");
+      }
+      if (over.is_ok()) {
+        ++it;
         continue;
       }
-      return Status::error(StatusCode::kInvalidUsage, it->second);
-    }
-    const TimeNs now = real_clock().now_ns();
-    was_heard |= handshaker_->has_heard(theirs.process_id);
-    if (now > gathering_.deadline || (!was_heard && now > start + kBlockedNs)) {
-      return Status::error(StatusCode::kTimeout, "no QUIC answer from " + address + ":" +
-                                                     std::to_string(theirs.quic_port) +
-                                                     " (does a firewall let UDP through?)");
+      it = open.erase(it);
+      if (why.is_ok() || over.code() == StatusCode::kInvalidUsage) why = over;
     }
     PYCOMM_RETURN_IF_ERROR(gathering_.meeting.check_now_and_then());
-    if (!move()) platform::sleep_ns(kNapNs);
+    if (!open.empty() && !move()) platform::sleep_ns(kNapNs);
+  }
+  if (peer.connected.empty()) return why;
+  if (!why.is_ok()) {
+    base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+              "a path to rank " + std::to_string(gathering_.rank_of(theirs.process_id)) +
+                  " is left out: " + why.message() + "; " + std::to_string(peer.connected.size()) +
+                  " of " + std::to_string(num_paths(theirs)) + " are used");
   }
   return Status();
 }

@@ -1,10 +1,12 @@
-// How two processes come to a QUIC link: the handshaker (pycomm/handshaker.h) shakes hands over the
-// engine's UDP socket until a connection is confirmed and quiet; the engine carries it on.
-// Thread: the one that creates the group.
+// How two processes come to a QUIC link: a handshaker (pycomm/handshaker.h) for each of the
+// engine's UDP sockets shakes hands until a connection is confirmed and quiet; the engine carries
+// it on. Between two processes there are as many connections as the one with more sockets has; a
+// path that does not open is left out. Thread: the one that creates the group.
 #pragma once
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,14 +27,26 @@ class QuicDoor {
   Status connect(const Hello& theirs);
   // Moves handshakes on; true if anything moved.
   bool accept();
+  // Whether a process that connects may still be about to open another path.
+  bool awaits_paths(const Hello& theirs);
 
  private:
+  struct Peer {
+    std::set<int> connected;              // paths that are there; of those it opened, -1, -2, ...
+    std::map<int, std::string> failures;  // by path
+    base::TimeNs first_at = 0;
+  };
   bool move();
-  Status add(const HandedOver& state);
+  Status add(const HandedOver& state, std::size_t endpoint);
+  HandshakeTarget target(const Hello& theirs, int path) const;
+  Handshaker& handshaker_of(int path) {
+    return *handshakers_[static_cast<std::size_t>(path) % handshakers_.size()];
+  }
+  int num_paths(const Hello& theirs) const;
 
   const Gathering& gathering_;
-  std::unique_ptr<Handshaker> handshaker_;
-  std::map<std::string, std::string> failures_;  // by process id
+  std::vector<std::unique_ptr<Handshaker>> handshakers_;  // by endpoint
+  std::map<std::string, Peer> peers_;                     // by process id
   int num_refusals_ = 0;
 };
 

@@ -53,6 +53,7 @@ class _Connection:
     quic: QuicConnection
     address: Address
     process_id: str  # of the peer; "" until it said so
+    path: int  # which of this process's connections to it; -1 if the peer connected
     began_at: float
     original_cid: bytes = b""
     is_heard: bool = False
@@ -71,7 +72,7 @@ class Handshaker:
         self._connections: list[_Connection] = []
         self._out: list[tuple[bytes, str, int]] = []
         self._established: list[dict[str, Any]] = []
-        self._failures: list[tuple[str, str]] = []
+        self._failures: list[tuple[str, str, int]] = []
         self._retry = QuicRetryTokenHandler()
         self._configuration(is_client=True, name="none")  # files that do not fit are told now
 
@@ -93,13 +94,16 @@ class Handshaker:
         return configuration
 
     # ---------------------------------------------------------------- the core's calls
-    def connect(self, host: str, port: int, process_id: str, name: str) -> None:
-        """Begins a handshake with the process at an address, whose certificate carries `name`."""
+    def connect(self, host: str, port: int, process_id: str, name: str, path: int = 0) -> None:
+        """Begins a handshake with the process at an address, whose certificate carries `name`.
+
+        `path` tells several connections to one process apart.
+        """
         now = time.monotonic()
         quic = QuicConnection(configuration=self._configuration(is_client=True, name=name))
         private.derive_reset_tokens(quic, self._me.reset_key)
         quic.connect((host, port), now)
-        self._connections.append(_Connection(quic, (host, port), process_id, now))
+        self._connections.append(_Connection(quic, (host, port), process_id, path, now))
         self._pump(self._connections[-1], now)
 
     def receive(self, datagram: bytes, host: str, port: int) -> None:
@@ -133,17 +137,18 @@ class Handshaker:
         out, self._out = self._out, []
         return out
 
-    def has_heard(self, process_id: str) -> bool:
+    def has_heard(self, process_id: str, path: int = 0) -> bool:
         """Whether anything came back from a process that connect() is after."""
-        return any(c.process_id == process_id and c.is_heard for c in self._connections)
+        wanted = (process_id, path)
+        return any((c.process_id, c.path) == wanted and c.is_heard for c in self._connections)
 
     def take_established(self) -> list[dict[str, Any]]:
         """Connections for the core to carry on."""
         established, self._established = self._established, []
         return established
 
-    def take_failures(self) -> list[tuple[str, str]]:
-        """Process ids ("" for strangers) and reasons."""
+    def take_failures(self) -> list[tuple[str, str, int]]:
+        """Process ids ("" for strangers), reasons, and the paths of connect()."""
         failures, self._failures = self._failures, []
         return failures
 
@@ -160,7 +165,7 @@ class Handshaker:
 
     def _fail(self, connection: _Connection, reason: str) -> None:
         if connection.over_at is None:
-            self._failures.append((connection.process_id, reason))
+            self._failures.append((connection.process_id, reason, connection.path))
         connection.over_at = time.monotonic() + _LINGER_S
 
     def _accept(self, datagram: bytes, address: Address, now: float) -> _Connection | None:
@@ -193,7 +198,7 @@ class Handshaker:
         )
         private.request_client_certificate(quic)
         private.derive_reset_tokens(quic, self._me.reset_key)
-        connection = _Connection(quic, address, "", now, initial.destination_cid)
+        connection = _Connection(quic, address, "", -1, now, initial.destination_cid)
         self._connections.append(connection)
         return connection
 
@@ -232,6 +237,7 @@ class Handshaker:
             state = private.export_state(connection.quic)
             state["peer"] = connection.address
             state["peer_process_id"] = connection.process_id
+            state["path"] = connection.path
             self._established.append(state)
             self._drop(connection)
 

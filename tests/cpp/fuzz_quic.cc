@@ -20,7 +20,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto [client, server] = test::make_handed_over();
   test::Bulk bulk(20'000);
   base::TimeNs now = 1'000'000'000;
-  auto session = transport::quic::Session::create(client, {}, bulk, bulk, now).value();
+  transport::quic::Stream stream(bulk, bulk, 1 << 20);
+  auto session = transport::quic::Session::create(client, {}, stream, now).value();
   auto peer = Protection::create(
                   transport::quic::Cipher::kAes128Gcm, secret_of(server.sending_secret),
                   secret_of(server.receiving_secret), {}, transport::quic::CryptoLibrary::kAny)

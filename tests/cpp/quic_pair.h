@@ -80,6 +80,7 @@ class QuicPair {
  public:
   struct End {
     std::unique_ptr<Bulk> bulk;
+    std::unique_ptr<transport::quic::Stream> stream;
     std::unique_ptr<Session> session;
     lab::LinkModel out{0};
     UdpAddress address;
@@ -95,7 +96,9 @@ class QuicPair {
       end.out = lab::LinkModel(options.seed * 2 + static_cast<std::uint64_t>(i));
       end.out.set_shape(shape);
       end.address = {i == 0 ? "client" : "server", 1000};
-      auto made = Session::create(states[i], options, *end.bulk, *end.bulk, now);
+      end.stream = std::make_unique<transport::quic::Stream>(*end.bulk, *end.bulk,
+                                                             options.receive_window_max);
+      auto made = Session::create(states[i], options, *end.stream, now);
       end.session = std::move(made).value();
     }
   }

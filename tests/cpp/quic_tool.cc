@@ -87,7 +87,8 @@ int main(int argc, char** argv) {
   transport::quic::SessionOptions options;
   options.peer_is_stock = true;
   const auto now = [] { return platform::real_clock().now_ns(); };
-  auto made = transport::quic::Session::create(state, options, bulk, bulk, now());
+  transport::quic::Stream stream(bulk, bulk, options.receive_window_max);
+  auto made = transport::quic::Session::create(state, options, stream, now());
   if (!made.is_ok()) return 65;
   transport::quic::Session& session = *made.value();
   sockaddr_in to{};

@@ -31,7 +31,7 @@ def long(comm: pycomm.Communicator) -> dict[str, object]:
         x = comm.all_reduce(np.full(300_000, comm.rank + 1, np.float32))
         assert (x == 3).all()
         done = comm.broadcast(np.array([float(time.monotonic() - begin > 6)]))
-    return {"ok": True, "mtu": comm.peer_stats()[0]["mtu"]}
+    return {"ok": True, "mtu": comm.peer_stats()[0]["paths"][0]["mtu"]}
 
 
 def until_lost(comm: pycomm.Communicator) -> dict[str, object]:

@@ -46,8 +46,10 @@ struct FlightRecord {
 // How a peer is reached, and what moved.
 // What QUIC knows of the path to a peer.
 struct PathStats {
+  std::string peer;                  // address and port
   double rtt_s = 0;                  // smoothed
   double bandwidth_bytes_per_s = 0;  // as congestion control sees it
+  std::uint64_t bytes_sent = 0;      // of UDP payload
   std::uint64_t packets_sent = 0, packets_lost = 0;
   std::uint64_t bytes_resent = 0;
   std::uint64_t window_bytes = 0;  // that may be in flight
@@ -58,7 +60,7 @@ struct PeerStats {
   Rank rank = kNoRank;
   std::string transport;
   LinkCounters counters;
-  std::optional<PathStats> path;  // over QUIC
+  std::vector<PathStats> paths;  // over QUIC, the quickest first
 };
 
 class Communicator {

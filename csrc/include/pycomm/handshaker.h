@@ -50,6 +50,7 @@ struct HandedOver {
   std::uint64_t rtt_us = 0;
   UdpAddress peer;
   std::string peer_process_id;  // proven by its certificate and its word on this connection
+  int path = -1;                // of the HandshakeTarget; -1 where the peer connected
 };
 
 // What a connection attempt is for.
@@ -57,6 +58,7 @@ struct HandshakeTarget {
   UdpAddress address;
   std::string process_id;
   std::string name;  // that its certificate must carry
+  int path = 0;      // which of the connections to that process
 };
 
 class Handshaker {
@@ -70,6 +72,7 @@ class Handshaker {
   struct Failure {
     std::string process_id;  // empty: of a stranger
     std::string reason;
+    int path = -1;  // of the HandshakeTarget; -1 where the peer connected
   };
 
   virtual void connect(const HandshakeTarget& target) = 0;
@@ -77,7 +80,7 @@ class Handshaker {
   // Moves timers on, and takes what has to be sent.
   virtual std::vector<Datagram> take_datagrams() = 0;
   // Whether anything came back from the process that connect() is after.
-  virtual bool has_heard(const std::string& process_id) = 0;
+  virtual bool has_heard(const std::string& process_id, int path) = 0;
   virtual std::vector<HandedOver> take_established() = 0;
   virtual std::vector<Failure> take_failures() = 0;
 };

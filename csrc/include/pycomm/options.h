@@ -50,10 +50,13 @@ struct Options {
   std::string bind_address;                  // of listeners; empty: chosen
   std::string advertise_address;             // what peers are told; empty: what is bound
   PortRange ports;                           // TCP and UDP
-  bool quic_uses_cubic = false;              // instead of BBR
-  std::uint64_t quic_mtu_max = 1472;         // largest UDP payload that is tried
-  bool allow_public_plaintext = false;       // plain TCP between public addresses
-  std::string flight_recorder_folder;        // where a failure dumps to; empty: nowhere
+  // A UDP socket for each: the address it is bound to and what peers are told, both empty for the
+  // general ones.
+  std::vector<std::pair<std::string, std::string>> quic_paths = {{}};
+  bool quic_uses_cubic = false;         // instead of BBR
+  std::uint64_t quic_mtu_max = 1472;    // largest UDP payload that is tried
+  bool allow_public_plaintext = false;  // plain TCP between public addresses
+  std::string flight_recorder_folder;   // where a failure dumps to; empty: nowhere
 
   std::string complaint;  // what did not parse; a group with one is not made
 

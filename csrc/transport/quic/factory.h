@@ -2,7 +2,7 @@
 #pragma once
 
 #include <memory>
-#include <optional>
+#include <vector>
 
 #include "pycomm/communicator.h"
 #include "transport/core_link.h"
@@ -20,7 +20,12 @@ Result<std::unique_ptr<CoreLink>> make_link(std::shared_ptr<Endpoint> endpoint,
                                             const HandedOver& state, const LinkOptions& options,
                                             base::TimeNs now);
 
-// Nothing for a link of another transport.
-std::optional<PathStats> path_stats(const CoreLink& link);
+// Another connection between the same two processes: the link's bytes are striped over all of them.
+// Errors: as Session::create; kInvalidUsage for a link of another transport.
+Status add_path(CoreLink& link, std::shared_ptr<Endpoint> endpoint, const HandedOver& state,
+                const LinkOptions& options, base::TimeNs now);
+
+// A row for each connection, the quickest first; none for a link of another transport.
+std::vector<PathStats> path_stats(const CoreLink& link);
 
 }  // namespace pycomm::transport::quic

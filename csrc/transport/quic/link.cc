@@ -1,7 +1,8 @@
-// A link over one QUIC connection: frames back to back on one stream. What is large is sealed from
-// where the user has it and stays there until acknowledged; what is small is copied, so that it is
-// done at once. A payload goes to its destination in whatever order its packets come; only what
-// lies beyond the next frame's header has to wait in memory of ours.
+// A link over one or several QUIC connections: frames back to back on one stream. What is large is
+// sealed from where the user has it and stays there until acknowledged; what is small is copied, so
+// that it is done at once. A payload goes to its destination in whatever order its packets come;
+// only what lies beyond the next frame's header has to wait in memory of ours. A connection that
+// fails is left out while another carries on.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/log.h"
 #include "platform/system.h"
 #include "transport/quic/factory.h"
 
@@ -25,34 +27,47 @@ constexpr std::uint64_t kPlacedAheadBytes = 16 << 20;
 constexpr std::uint64_t kWindowsAhead = 4;
 constexpr TimeNs kRetryNs = 100'000;
 
+std::string text_of(const UdpAddress& address) {
+  return address.host + ":" + std::to_string(address.port);
+}
+
 class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
  public:
-  QuicLink(std::shared_ptr<Endpoint> endpoint, const CoreOptions& options)
-      : CoreLink(options, nullptr), endpoint_(std::move(endpoint)) {}
+  QuicLink(const CoreOptions& options, std::uint64_t receive_window_max)
+      : CoreLink(options, nullptr), stream_(*this, *this, receive_window_max) {}
   ~QuicLink() override {
-    if (session_) endpoint_->remove(*session_);
+    for (const Path& path : paths_) path.endpoint->remove(*path.session);
   }
 
-  Status open(const HandedOver& state, const SessionOptions& options, TimeNs now) {
-    auto session = Session::create(state, options, *this, *this, now);
+  Status add_path(std::shared_ptr<Endpoint> endpoint, const HandedOver& state,
+                  const SessionOptions& options, TimeNs now) {
+    auto session = Session::create(state, options, stream_, now);
     if (!session.is_ok()) return session.status();
-    session_ = std::move(session).value();
-    endpoint_->add(*session_);
+    endpoint->add(*session.value());
+    paths_.push_back({std::move(endpoint), std::move(session).value()});
     return Status();
   }
-  const Session& session() const { return *session_; }
+  std::size_t num_paths() const { return paths_.size(); }
+  const Session& session(std::size_t path) const { return *paths_[path].session; }
 
   const char* transport() const override { return "quic"; }
   int fd() const override { return -1; }
   bool is_flushed() const override { return core_.is_idle() && pieces_.empty(); }
   void end_writing() override {
-    session_->close("goodbye");
-    endpoint_->flush(*session_, real_clock().now_ns());
+    for (const Path& path : paths_) {
+      path.session->close("goodbye");
+      path.endpoint->flush(*path.session, real_clock().now_ns());
+    }
   }
 
   TimeNs next_deadline() const override {
     if (!failure().is_ok() || has_ended_) return base::kNever;
-    return is_blocked_ ? real_clock().now_ns() + kRetryNs : session_->next_deadline();
+    TimeNs at = base::kNever;
+    for (const Path& path : paths_) {
+      at = std::min(
+          at, path.is_blocked ? real_clock().now_ns() + kRetryNs : path.session->next_deadline());
+    }
+    return at;
   }
 
   bool progress() override {
@@ -64,12 +79,21 @@ class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
       return drops;
     }
     const TimeNs now = real_clock().now_ns();
-    session_->on_timer(now);
+    for (const Path& path : paths_) path.session->on_timer(now);
     const bool placed = place();
-    const std::uint64_t sent = session_->counters().packets_sent;
-    is_blocked_ = !endpoint_->flush(*session_, now);
-    if (const Status& over = session_->failure(); !over.is_ok()) lose(over);
-    return received || placed || session_->counters().packets_sent != sent;
+    if (paths_.size() > 1) {  // the quickest takes first
+      std::sort(paths_.begin(), paths_.end(), [](const Path& a, const Path& b) {
+        return a.session->round_trip() < b.session->round_trip();
+      });
+    }
+    bool sent = false;
+    for (Path& path : paths_) {
+      const std::uint64_t before = path.session->counters().packets_sent;
+      path.is_blocked = !path.endpoint->flush(*path.session, now);
+      sent |= path.session->counters().packets_sent != before;
+    }
+    leave_out_failed();
+    return received || placed || sent;
   }
 
   // --- StreamSource
@@ -159,6 +183,11 @@ class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
   }
 
  private:
+  struct Path {
+    std::shared_ptr<Endpoint> endpoint;
+    std::unique_ptr<Session> session;
+    bool is_blocked = false;  // the socket was full
+  };
   // A frame of the core's, in its order, or a copy of one that the core has let go of.
   struct Piece {
     std::uint64_t begin = 0;
@@ -171,8 +200,9 @@ class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
   bool place() {
     bool moved = false;
     // What was lost, and lost again, holds the floor for some round trips.
-    const std::uint64_t ahead =
-        kPlacedAheadBytes + kWindowsAhead * session_->recovery().congestion().window_bytes();
+    std::uint64_t window = 0;
+    for (const Path& path : paths_) window += path.session->recovery().congestion().window_bytes();
+    const std::uint64_t ahead = kPlacedAheadBytes + kWindowsAhead * window;
     while (end_ - acked_floor() < ahead) {
       MessageCore::OutFrame* frame = core_.at(num_frames_);
       if (frame == nullptr) break;
@@ -256,13 +286,35 @@ class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
     }
   }
 
-  void lose(const Status& why) {
-    if (!peer_departed()) return fail(why);
-    end_after_goodbye();
+  // Paths that failed are left out while another is there; with the last one the link fails.
+  void leave_out_failed() {
+    for (std::size_t i = 0; i < paths_.size();) {
+      Session& session = *paths_[i].session;
+      const Status& over = session.failure();
+      if (over.is_ok()) {
+        ++i;
+        continue;
+      }
+      if (paths_.size() == 1) {
+        if (!peer_departed()) return fail(over);
+        return end_after_goodbye();
+      }
+      base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+                "the path to " + text_of(session.peer()) + " is left out: " + over.message() +
+                    "; " + std::to_string(paths_.size() - 1) +
+                    " of the connections to that "
+                    "process go on");
+      session.hand_back();
+      paths_[i].endpoint->flush(session, real_clock().now_ns());  // a last word, if it owes one
+      paths_[i].endpoint->remove(session);
+      paths_.erase(paths_.begin() + static_cast<std::ptrdiff_t>(i));
+      // If it was the peer that ended, the others learn it now and not by a keep-alive.
+      for (const Path& path : paths_) path.session->ping();
+    }
   }
 
-  const std::shared_ptr<Endpoint> endpoint_;
-  std::unique_ptr<Session> session_;
+  Stream stream_;
+  std::vector<Path> paths_;     // never empty
   std::deque<Piece> pieces_;    // not yet acknowledged
   std::size_t num_frames_ = 0;  // of pieces_: the core's first so many
   std::uint64_t end_ = 0;
@@ -270,7 +322,7 @@ class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
   bool in_payload_ = false;
   std::uint64_t payload_begin_ = 0, payload_end_ = 0;  // the next header begins at the end
   std::map<std::uint64_t, std::vector<std::uint8_t>> ahead_;
-  bool has_received_ = false, is_blocked_ = false;
+  bool has_received_ = false;
 };
 
 }  // namespace
@@ -281,26 +333,38 @@ Result<std::unique_ptr<CoreLink>> make_link(std::shared_ptr<Endpoint> endpoint,
   CoreOptions core;
   core.eager_bytes_max = options.eager_bytes_max;
   core.fragment_bytes_max = kFragmentBytes;
-  auto link = std::make_unique<QuicLink>(std::move(endpoint), core);
-  PYCOMM_RETURN_IF_ERROR(link->open(state, options.session, now));
+  auto link = std::make_unique<QuicLink>(core, options.session.receive_window_max);
+  PYCOMM_RETURN_IF_ERROR(link->add_path(std::move(endpoint), state, options.session, now));
   return std::unique_ptr<CoreLink>(std::move(link));
 }
 
-std::optional<PathStats> path_stats(const CoreLink& link) {
+Status add_path(CoreLink& link, std::shared_ptr<Endpoint> endpoint, const HandedOver& state,
+                const LinkOptions& options, TimeNs now) {
+  auto* quic = dynamic_cast<QuicLink*>(&link);
+  if (quic == nullptr) return Status::error(StatusCode::kInvalidUsage, "that link is not QUIC's");
+  return quic->add_path(std::move(endpoint), state, options.session, now);
+}
+
+std::vector<PathStats> path_stats(const CoreLink& link) {
+  std::vector<PathStats> all;
   const auto* quic = dynamic_cast<const QuicLink*>(&link);
-  if (quic == nullptr) return std::nullopt;
-  const Session& session = quic->session();
-  const SessionCounters counters = session.counters();
-  const CongestionControl& congestion = session.recovery().congestion();
-  PathStats stats;
-  stats.rtt_s = static_cast<double>(session.recovery().smoothed_rtt()) / 1e9;
-  stats.bandwidth_bytes_per_s = congestion.bandwidth_bytes_per_s();
-  stats.packets_sent = counters.packets_sent;
-  stats.packets_lost = counters.packets_lost;
-  stats.bytes_resent = counters.stream_bytes_resent;
-  stats.window_bytes = congestion.window_bytes();
-  stats.mtu = session.mtu();
-  return stats;
+  for (std::size_t i = 0; quic != nullptr && i < quic->num_paths(); ++i) {
+    const Session& session = quic->session(i);
+    const SessionCounters counters = session.counters();
+    const CongestionControl& congestion = session.recovery().congestion();
+    PathStats stats;
+    stats.peer = text_of(session.peer());
+    stats.rtt_s = static_cast<double>(session.recovery().smoothed_rtt()) / 1e9;
+    stats.bandwidth_bytes_per_s = congestion.bandwidth_bytes_per_s();
+    stats.bytes_sent = counters.bytes_sent;
+    stats.packets_sent = counters.packets_sent;
+    stats.packets_lost = counters.packets_lost;
+    stats.bytes_resent = counters.stream_bytes_resent;
+    stats.window_bytes = congestion.window_bytes();
+    stats.mtu = session.mtu();
+    all.push_back(std::move(stats));
+  }
+  return all;
 }
 
 }  // namespace pycomm::transport::quic

@@ -82,6 +82,12 @@ class Recovery {
   bool has_outstanding() const { return !outstanding_.empty(); }
   std::uint64_t oldest_outstanding() const { return outstanding_.front().begin; }
   base::TimeNs oldest_sent_at() const { return at(oldest_outstanding()).sent_at; }
+  template <class F>
+  void for_each_outstanding(F f) const {
+    for (const Interval& range : outstanding_) {
+      for (std::uint64_t number = range.begin; number < range.end; ++number) f(at(number));
+    }
+  }
   std::uint64_t num_unacked() const { return next_number() - largest_acked_or(base_); }
   const CongestionControl& congestion() const { return *congestion_; }
   CongestionControl& congestion() { return *congestion_; }

@@ -13,7 +13,7 @@ namespace {
 using base::TimeNs;
 
 constexpr TimeNs kUnreachableNs = 300'000'000;
-constexpr std::uint64_t kFirstWindow = 1 << 20;
+constexpr int kDoubtfulTimeouts = 2;  // in a row
 
 bool take_secret(const std::string& text, TrafficSecret* out) {
   if (text.size() != out->bytes.size()) return false;
@@ -24,10 +24,9 @@ bool take_secret(const std::string& text, TrafficSecret* out) {
 }  // namespace
 
 Result<std::unique_ptr<Session>> Session::create(const HandedOver& state,
-                                                 const SessionOptions& options,
-                                                 StreamSource& source, StreamSink& sink,
+                                                 const SessionOptions& options, Stream& stream,
                                                  TimeNs now) {
-  std::unique_ptr<Session> s(new Session(options, source, sink));
+  std::unique_ptr<Session> s(new Session(options, stream));
   platform::Secret<TrafficSecret> sending, receiving;
   const bool is_whole = take_secret(state.sending_secret, &*sending) &&
                         take_secret(state.receiving_secret, &*receiving) &&
@@ -64,7 +63,6 @@ Result<std::unique_ptr<Session>> Session::create(const HandedOver& state,
   s->receive_max_ = state.receive_max;
   s->other_received_ = state.received_bytes;
   s->stream_receive_max_ = state.stream_receive_max;
-  s->receive_window_ = std::max<std::uint64_t>(state.stream_receive_max, kFirstWindow);
   s->send_max_ = state.send_max;
   s->other_sent_ = state.sent_bytes;
   s->stream_send_max_ = state.stream_send_max;
@@ -76,7 +74,8 @@ Result<std::unique_ptr<Session>> Session::create(const HandedOver& state,
   s->keep_alive_at_ = now + options.keep_alive_ns;
   s->peer_is_live_ = s->is_heard_ = options.peer_is_stock;
   if (!options.peer_is_stock) s->controls_ |= kHello;
-  s->grow_receive_window(now);
+  stream.add_path(*s, state.stream_receive_max);
+  s->grant();
   return s;
 }
 
@@ -149,6 +148,7 @@ void Session::on_timer(TimeNs now) {
     recovery_->on_timer(now);
     if (recovery_->wants_probe()) {
       if (silent_since_ == base::kNever) silent_since_ = recovery_->oldest_sent_at();
+      if (!is_useful() && stream_.has_other_path(*this)) hand_back();
       if (mtu_.on_timeouts(recovery_->num_timeouts(), was_full_sized, now)) {
         recovery_->congestion().set_mtu(mtu_.current());
       }
@@ -189,8 +189,7 @@ void Session::on_packet_acked(std::uint64_t number, const SentPacket& packet) {
   }
   if (packet.stream_bytes == 0) return;
   const std::uint64_t end = packet.stream_begin + packet.stream_bytes;
-  acked_.add(packet.stream_begin, end);
-  resend_.subtract(packet.stream_begin, end);
+  stream_.on_acked(packet.stream_begin, end);
 }
 
 void Session::on_packet_lost(std::uint64_t, const SentPacket& packet) {
@@ -200,9 +199,22 @@ void Session::on_packet_lost(std::uint64_t, const SentPacket& packet) {
   }
   controls_ |= packet.controls & static_cast<std::uint16_t>(~(kPing | kHello | kPathResponse));
   if ((packet.controls & kRetireIds) != 0) retire_told_ = 0;
-  if (packet.stream_bytes == 0) return;
-  acked_.for_each_gap(packet.stream_begin, packet.stream_begin + packet.stream_bytes,
-                      [&](std::uint64_t b, std::uint64_t e) { resend_.add(b, e); });
+  if (packet.stream_bytes > 0) {
+    stream_.on_lost(packet.stream_begin, packet.stream_begin + packet.stream_bytes);
+  }
+}
+
+bool Session::is_useful() const {
+  return peer_is_live_ && failure_.is_ok() && !is_closed_ &&
+         recovery_->num_timeouts() < kDoubtfulTimeouts;
+}
+
+void Session::hand_back() {
+  recovery_->for_each_outstanding([&](const SentPacket& packet) {
+    if (packet.stream_bytes > 0) {
+      stream_.on_lost(packet.stream_begin, packet.stream_begin + packet.stream_bytes);
+    }
+  });
 }
 
 }  // namespace pycomm::transport::quic

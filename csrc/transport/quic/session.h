@@ -1,6 +1,6 @@
 // One QUIC v2 connection after its handshake: datagrams and time in, datagrams and deadlines out.
-// No I/O, no clock. Carries one bidirectional stream of bytes for its owner; what a stock peer
-// sends besides is counted, acknowledged and left.
+// No I/O, no clock. Carries one bidirectional stream of bytes, alone or with other sessions
+// (stream.h); what a stock peer sends besides is counted, acknowledged and left.
 //
 // Source: RFC 9000 (frames, flow control, paths, close), RFC 9001 (keys), RFC 9002 (recovery), RFC
 // 9221 (DATAGRAM), RFC 9369 (version 2), RFC 8899 (path MTU). Thread: the owner's.
@@ -20,30 +20,10 @@
 #include "transport/quic/path_mtu.h"
 #include "transport/quic/protection.h"
 #include "transport/quic/recovery.h"
+#include "transport/quic/stream.h"
 #include "transport/quic/wire.h"
 
 namespace pycomm::transport::quic {
-
-// What the owner has to send, by absolute offset in the stream. Bytes stay where they are, and the
-// same, until acknowledged.
-class StreamSource {
- public:
-  virtual ~StreamSource() = default;
-  virtual std::uint64_t end_offset() const = 0;
-  // The bytes [offset, offset + bytes) as pieces of memory; returns how many.
-  virtual int gather(std::uint64_t offset, std::uint64_t bytes, iovec* out, int max) = 0;
-  // Everything below `offset` has arrived.
-  virtual void on_acked(std::uint64_t offset) = 0;
-};
-
-class StreamSink {
- public:
-  virtual ~StreamSink() = default;
-  // Bytes that are new, in any order; once each.
-  virtual void on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes) = 0;
-  // Everything below `offset` is there.
-  virtual void on_prefix(std::uint64_t offset) = 0;
-};
 
 struct SessionOptions {
   CongestionKind congestion = CongestionKind::kBbr;
@@ -66,13 +46,13 @@ struct SessionCounters {
 
 enum class Ecn : std::uint8_t { kNone = 0, kEct1 = 1, kEct0 = 2, kMarked = 3 };
 
-class Session final : public RecoveryListener {
+class Session final : public RecoveryListener, public StreamPath {
  public:
   // Errors: kSystem (no crypto library), kInvalidUsage (the state is not whole).
   static Result<std::unique_ptr<Session>> create(const HandedOver& state,
-                                                 const SessionOptions& options,
-                                                 StreamSource& source, StreamSink& sink,
+                                                 const SessionOptions& options, Stream& stream,
                                                  base::TimeNs now);
+  ~Session() override { stream_.remove_path(*this); }
 
   // Takes one datagram, which is opened in place. False: not a packet of this connection.
   bool receive(std::span<std::uint8_t> datagram, const UdpAddress& from, Ecn ecn, base::TimeNs now);
@@ -104,11 +84,18 @@ class Session final : public RecoveryListener {
   SessionCounters counters() const;
   std::uint64_t mtu() const { return mtu_.current(); }
   const char* crypto_library() const { return protection_->library(); }
-  bool has_unacked() const { return acked_.contiguous_end(0) < source_->end_offset(); }
+
+  // --- StreamPath
+  bool is_useful() const override;
+  base::TimeNs round_trip() const override { return recovery_->smoothed_rtt(); }
+  double bytes_per_s() const override { return recovery_->congestion().bandwidth_bytes_per_s(); }
+  // Leaves what is under way here to the other paths of the stream.
+  void hand_back();
+  void ping() { controls_ |= kPing; }
 
  private:
-  Session(const SessionOptions& options, StreamSource& source, StreamSink& sink)
-      : options_(options), source_(&source), sink_(&sink), rng_(options.seed) {}
+  Session(const SessionOptions& options, Stream& stream)
+      : options_(options), stream_(stream), rng_(options.seed) {}
 
   void fail(StatusCode code, const std::string& reason);
   void violate(const std::string& what) { fail(StatusCode::kInternal, "QUIC: " + what); }
@@ -118,12 +105,11 @@ class Session final : public RecoveryListener {
   bool parse_frame(Reader& reader, std::uint64_t type, base::TimeNs now);
   void on_ack_frame(Reader& reader, bool has_ecn, base::TimeNs now);
   void on_stream(Reader& reader, std::uint64_t type, base::TimeNs now);
-  void on_stream_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes, base::TimeNs now);
   void on_datagram(std::span<const std::uint8_t> bytes);
   void on_new_connection_id(Reader& reader);
   void on_close(Reader& reader, bool is_application);
   void on_other_address(const UdpAddress& from, std::size_t bytes, base::TimeNs now);
-  void grow_receive_window(base::TimeNs now);
+  void grant();
   void note_received(std::uint64_t number, bool elicits, Ecn ecn, std::size_t bytes,
                      base::TimeNs now);
 
@@ -147,8 +133,7 @@ class Session final : public RecoveryListener {
   void on_packet_lost(std::uint64_t number, const SentPacket& packet) override;
 
   const SessionOptions options_;
-  StreamSource* const source_;
-  StreamSink* const sink_;
+  Stream& stream_;
   base::Rng rng_;
   std::unique_ptr<Protection> protection_;
   std::unique_ptr<Recovery> recovery_;
@@ -172,14 +157,9 @@ class Session final : public RecoveryListener {
 
   // --- the stream, and flow control
   std::uint64_t stream_id_ = 0;
-  IntervalSet stream_received_;
   std::uint64_t other_received_ = 0;  // bytes on the connection that were not this stream's
-  std::uint64_t receive_max_ = 0, stream_receive_max_ = 0, receive_window_ = 0;
-  base::TimeNs window_grown_at_ = 0;
-  std::uint64_t window_grown_offset_ = 0;
+  std::uint64_t receive_max_ = 0, stream_receive_max_ = 0;
   std::uint64_t send_max_ = 0, stream_send_max_ = 0, other_sent_ = 0;
-  std::uint64_t stream_next_ = 0;  // first byte never sent
-  IntervalSet resend_, acked_;
 
   std::uint16_t controls_ = 0;  // wanted
   bool peer_is_live_ = false, is_heard_ = false;

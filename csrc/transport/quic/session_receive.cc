@@ -220,11 +220,9 @@ void Session::on_ack_frame(Reader& reader, bool has_ecn, TimeNs now) {
     ack.num_marked = reader.varint();
     if (reader.failed()) return;
   }
-  const std::uint64_t before = acked_.contiguous_end(0);
   const Status status = recovery_->on_ack(ack, now);
   if (!status.is_ok()) return violate(status.message());
-  const std::uint64_t after = acked_.contiguous_end(0);
-  if (after > before) source_->on_acked(after);
+  stream_.settle();
 }
 
 void Session::on_stream(Reader& reader, std::uint64_t type, TimeNs now) {
@@ -240,47 +238,24 @@ void Session::on_stream(Reader& reader, std::uint64_t type, TimeNs now) {
     return;
   }
   if (offset + bytes > stream_receive_max_ ||
-      offset + bytes + other_received_ > receive_max_ + receive_window_) {
+      offset + bytes + other_received_ > receive_max_ + stream_.receive_window()) {
     return violate("more bytes than it may send");
   }
-  on_stream_bytes(offset, data, now);
+  stream_.on_bytes(offset, data, now);
+  grant();
   if ((type & kStreamFinBit) != 0) fail(StatusCode::kPeerLost, "it ended the stream");
 }
 
-void Session::on_stream_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes,
-                              TimeNs now) {
-  const std::uint64_t end = offset + bytes.size();
-  const std::uint64_t before = stream_received_.contiguous_end(0);
-  if (offset == before && stream_received_.num_intervals() <= 1) {  // all in order, as ever
-    sink_->on_bytes(offset, bytes);
-  } else {
-    stream_received_.for_each_gap(offset, end, [&](std::uint64_t b, std::uint64_t e) {
-      sink_->on_bytes(b, bytes.subspan(b - offset, e - b));
-    });
-  }
-  stream_received_.add(offset, end);
-  const std::uint64_t after = stream_received_.contiguous_end(0);
-  if (after == before) return;
-  sink_->on_prefix(after);
-  grow_receive_window(now);
-}
-
-// Grants more in good time, and a larger window when half of it passes within two round trips.
-void Session::grow_receive_window(TimeNs now) {
-  const std::uint64_t consumed = stream_received_.contiguous_end(0);
-  if (consumed - window_grown_offset_ >= receive_window_ / 2) {
-    if (now - window_grown_at_ < 2 * recovery_->smoothed_rtt()) {
-      receive_window_ = std::min(2 * receive_window_, options_.receive_window_max);
-    }
-    window_grown_at_ = now;
-    window_grown_offset_ = consumed;
-  }
-  if (consumed + receive_window_ >= stream_receive_max_ + receive_window_ / 4) {
-    stream_receive_max_ = consumed + receive_window_;
+// Grants more in good time: what came over any path counts.
+void Session::grant() {
+  const std::uint64_t end = stream_.consumed() + stream_.receive_window();
+  const std::uint64_t step = stream_.receive_window() / 4;
+  if (end >= stream_receive_max_ + step) {
+    stream_receive_max_ = end;
     controls_ |= kMaxStreamData;
   }
-  if (consumed + other_received_ + receive_window_ >= receive_max_ + receive_window_ / 4) {
-    receive_max_ = consumed + other_received_ + receive_window_;
+  if (end + other_received_ >= receive_max_ + step) {
+    receive_max_ = end + other_received_;
     controls_ |= kMaxData;
   }
 }

@@ -51,16 +51,11 @@ bool Session::is_path_exhausted() const {
 
 bool Session::next_stream_range(std::uint64_t* begin, std::uint64_t* end) const {
   if (!peer_is_live_) return false;
-  if (!resend_.empty()) {
-    *begin = resend_.front().begin;
-    *end = resend_.front().end;
-    return true;
-  }
-  const std::uint64_t limit = std::min({source_->end_offset(), stream_send_max_,
-                                        send_max_ > other_sent_ ? send_max_ - other_sent_ : 0});
-  *begin = stream_next_;
-  *end = limit;
-  return limit > stream_next_;
+  // What a path that does not answer would get, another one delivers.
+  if (!is_useful() && stream_.has_other_path(*this)) return false;
+  const std::uint64_t limit =
+      std::min(stream_send_max_, send_max_ > other_sent_ ? send_max_ - other_sent_ : 0);
+  return stream_.next_range(*this, limit, begin, end);
 }
 
 bool Session::has_something_to_send() const {
@@ -85,6 +80,7 @@ std::size_t Session::send(std::span<std::uint8_t> out, std::size_t* packet_bytes
   }
   if (is_closed_ || !failure_.is_ok()) return 0;
   if (protection_->wants_update()) protection_->update();
+  grant();
   const std::size_t size = mtu_.current();
   const bool is_paced = now < send_at_;
   if (!is_paced && is_window_open() && peer_is_live_ && is_validated_) {
@@ -260,7 +256,7 @@ void Session::plan_stream(Writer& writer, Plan& plan) {
   if (!next_stream_range(&begin, &end)) return;
   const std::size_t header = 1 + varint_bytes(stream_id_) + varint_bytes(begin) + 2;
   const std::uint64_t bytes = std::min<std::uint64_t>(end - begin, room - header);
-  plan.num_pieces = source_->gather(begin, bytes, plan.pieces, kPiecesMax);
+  plan.num_pieces = stream_.source().gather(begin, bytes, plan.pieces, kPiecesMax);
   std::uint64_t gathered = 0;
   for (int i = 0; i < plan.num_pieces; ++i) gathered += plan.pieces[i].iov_len;
   PYCOMM_CHECK(gathered > 0 && gathered <= bytes);
@@ -271,12 +267,7 @@ void Session::plan_stream(Writer& writer, Plan& plan) {
   plan.elicits = true;
   plan.packet.stream_begin = begin;
   plan.stream_bytes = gathered;
-  if (begin == stream_next_) {
-    stream_next_ += gathered;
-  } else {
-    resend_.subtract(begin, begin + gathered);
-    counters_.stream_bytes_resent += gathered;
-  }
+  if (stream_.on_sent(begin, begin + gathered)) counters_.stream_bytes_resent += gathered;
 }
 
 std::size_t Session::send_mtu_probe(std::span<std::uint8_t> out, TimeNs now) {
