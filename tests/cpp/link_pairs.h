@@ -78,30 +78,32 @@ inline LinkPair make_tcp_pair() {
   return pair;
 }
 
-inline LinkPair make_quic_pair() {
-  struct Keep {
-    std::shared_ptr<transport::quic::Endpoint> endpoints[2];
-  };
-  auto keep = std::make_shared<Keep>();
-  auto [client, server] = make_handed_over();
-  HandedOver* states[2] = {&client, &server};
-  for (int i = 0; i < 2; ++i) {
-    keep->endpoints[i] = transport::quic::Endpoint::open("127.0.0.1", 0, 0, "a key").value();
-    states[1 - i]->peer = {"127.0.0.1", keep->endpoints[i]->port()};
-  }
+// Over `num_paths` connections, each between two sockets of its own.
+inline LinkPair make_quic_pair(int num_paths = 1) {
+  using transport::quic::Endpoint;
+  auto endpoints = std::make_shared<std::vector<std::shared_ptr<Endpoint>>>();
   LinkPair pair;
-  const auto make = [&](int i) {
-    return std::shared_ptr<transport::CoreLink>(
-        transport::quic::make_link(keep->endpoints[i], *states[i], {},
-                                   platform::real_clock().now_ns())
-            .value());
-  };
-  pair.a = make(0);
-  pair.b = make(1);
-  pair.pump = [keep, a = pair.a, b = pair.b] {
-    for (const auto& endpoint : keep->endpoints) {
-      endpoint->progress(platform::real_clock().now_ns());
+  std::shared_ptr<transport::CoreLink>* links[2] = {&pair.a, &pair.b};
+  for (int path = 0; path < num_paths; ++path) {
+    auto [client, server] = make_handed_over();
+    HandedOver* states[2] = {&client, &server};
+    std::shared_ptr<Endpoint> ends[2];
+    for (int i = 0; i < 2; ++i) {
+      ends[i] = Endpoint::open("127.0.0.1", 0, 0, "a key").value();
+      states[1 - i]->peer = {"127.0.0.1", ends[i]->port()};
+      endpoints->push_back(ends[i]);
     }
+    for (int i = 0; i < 2; ++i) {
+      const base::TimeNs now = platform::real_clock().now_ns();
+      if (path == 0) {
+        *links[i] = transport::quic::make_link(ends[i], *states[i], {}, now).value();
+      } else if (!transport::quic::add_path(**links[i], ends[i], *states[i], {}, now).is_ok()) {
+        std::abort();
+      }
+    }
+  }
+  pair.pump = [endpoints, a = pair.a, b = pair.b] {
+    for (const auto& endpoint : *endpoints) endpoint->progress(platform::real_clock().now_ns());
     a->progress();
     b->progress();
   };

@@ -7,6 +7,7 @@
 namespace pycomm {
 namespace {
 
+using base::TimeNs;
 using transport::quic::Endpoint;
 
 constexpr const char* kKey = "a key that outlives its process";
@@ -68,6 +69,35 @@ TEST(QuicEndpoint, APeerThatWasRestartedIsNoticedAtOnce) {
 
 TEST(QuicEndpoint, AResetUnderAnotherKeyEndsNothing) {
   EXPECT_TRUE(after_a_restart("another key").is_ok());
+}
+
+TEST(QuicLink, APathThatFailsIsLeftOutAndTheLastOneEndsTheLink) {
+  test::LinkPair pair = test::make_quic_pair(1);
+  // Where the second connection leads, nobody listens.
+  auto [client, server] = test::make_handed_over();
+  auto here = open();
+  client.peer = {"127.0.0.1", open()->port()};
+  const TimeNs now = platform::real_clock().now_ns();
+  ASSERT_TRUE(transport::quic::add_path(*pair.a, here, client, {}, now).is_ok());
+  EXPECT_EQ(transport::quic::path_stats(*pair.a).size(), 2u);
+  std::vector<std::byte> data(3'000'000, std::byte{7}), out(data.size());
+  for (std::uint64_t op = 1; transport::quic::path_stats(*pair.a).size() == 2; ++op) {
+    ASSERT_LT(platform::real_clock().now_ns(), now + 5'000'000'000);
+    Transfer send, post;
+    send.id = post.id = {1, op, 0, 0, 0};
+    send.bytes = post.bytes = data.size();
+    send.data = data.data();
+    post.data = out.data();
+    pair.b->post(post);
+    pair.a->send(send);
+    while (!post.is_finished() || !send.is_finished()) {
+      here->progress(platform::real_clock().now_ns());
+      pair.pump();
+    }
+    ASSERT_EQ(post.state, TransferState::kDone);
+    ASSERT_EQ(out, data);
+  }
+  EXPECT_TRUE(pair.a->is_viable().viable);
 }
 
 TEST(QuicEndpoint, WhatIsOfNoSessionIsKeptForHandshakesWithinBounds) {

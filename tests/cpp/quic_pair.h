@@ -52,7 +52,11 @@ class Bulk final : public transport::quic::StreamSource, public transport::quic:
   explicit Bulk(std::uint64_t bytes) : data_(bytes) {
     for (std::uint64_t i = 0; i < bytes; ++i) data_[i] = at(i);
   }
-  std::uint64_t end_offset() const override { return data_.size(); }
+  std::uint64_t end_offset() const override {
+    return std::min<std::uint64_t>(data_.size(), allowed_);
+  }
+  // Offers no more than the first so many bytes.
+  void allow(std::uint64_t bytes) { allowed_ = bytes; }
   int gather(std::uint64_t offset, std::uint64_t bytes, iovec* out, int) override {
     out[0] = {data_.data() + offset, bytes};
     return 1;
@@ -73,6 +77,7 @@ class Bulk final : public transport::quic::StreamSource, public transport::quic:
  private:
   std::vector<std::uint8_t> data_;
   std::uint64_t acked_ = 0, received_ = 0, prefix_ = 0;
+  std::uint64_t allowed_ = UINT64_MAX;
   bool is_right_ = true;
 };
 

@@ -178,6 +178,33 @@ TEST(QuicSession, SilenceIsKeptAliveAndDeathIsNoticed) {
   EXPECT_EQ(pair.ends[0].session->failure().code(), StatusCode::kPeerLost);
 }
 
+TEST(QuicSession, HellosEndWhateverIsLostOfThem) {
+  for (std::uint64_t seed = 1; seed <= 30; ++seed) {
+    test::SessionOptions options;
+    options.seed = seed;
+    QuicPair pair(100, 100, wan(20, 0.4), options);
+    EXPECT_TRUE(pair.run_to_end(20 * kSecond));
+    pair.run(3 * kSecond, [] { return false; });
+    const auto before = pair.ends[0].session->counters().packets_sent;
+    pair.run(10 * kSecond, [] { return false; });  // but for keep-alives and their repetitions
+    EXPECT_LT(pair.ends[0].session->counters().packets_sent, before + 40) << "seed " << seed;
+  }
+}
+
+TEST(QuicSession, SmallTalkDoesNotPutOffTheTimeout) {
+  QuicPair pair(1'000'000, 0, wan(20, 0));
+  EXPECT_TRUE(pair.run_to_end(20 * kSecond));
+  lab::LinkShape hole = wan(20, 0);
+  hole.loss = 1;
+  pair.set_shape(hole);
+  const base::TimeNs begin = pair.now;
+  while (pair.ends[0].session->is_useful() && pair.now < begin + 10 * kSecond) {
+    pair.ends[0].session->ping();  // more often than any timeout
+    pair.run(5 * kMs, [] { return false; });
+  }
+  EXPECT_LT(pair.now, begin + kSecond);
+}
+
 TEST(QuicSession, NobodyListeningIsNoticedSoonButAForgedWordIsNot) {
   QuicPair pair(1'000, 1'000, wan(30, 0));
   pair.run_to_end(kSecond);

@@ -24,6 +24,7 @@ const Subject kSubjects[] = {
     {"shm_staged", [] { return test::make_shm_pair(false); }},
     {"tcp", [] { return test::make_tcp_pair(); }},
     {"quic", [] { return test::make_quic_pair(); }},
+    {"quic_paths", [] { return test::make_quic_pair(3); }},
     {"sim", [] { return test::make_sim_pair(1); }},
 };
 

@@ -34,6 +34,25 @@ def long(comm: pycomm.Communicator) -> dict[str, object]:
     return {"ok": True, "mtu": comm.peer_stats()[0]["paths"][0]["mtu"]}
 
 
+def paths(comm: pycomm.Communicator) -> dict[str, object]:
+    """What each path carried before one is cut, and after."""
+
+    def run(seconds: float) -> list[int]:
+        before = {row["peer"]: row["bytes_sent"] for row in comm.peer_stats()[0]["paths"]}
+        done, begin = np.zeros(1), time.monotonic()
+        while not done[0]:
+            x = comm.all_reduce(np.full(300_000, comm.rank + 1, np.float32))
+            assert (x == 3).all()
+            done = comm.broadcast(np.array([float(time.monotonic() - begin > seconds)]))
+        rows = comm.peer_stats()[0]["paths"]
+        return sorted(row["bytes_sent"] - before[row["peer"]] for row in rows)
+
+    first = run(2.5)
+    print("first", flush=True)
+    run(2)  # in which a path is cut
+    return {"first": first, "last": run(2)}
+
+
 def until_lost(comm: pycomm.Communicator) -> dict[str, object]:
     try:
         while True:
@@ -71,6 +90,12 @@ if __name__ == "__main__":
     if sys.argv[1] == "sniff":
         sniff()
     else:
-        bodies = {"sums": sums, "long": long, "until-lost": until_lost, "secret": secret}
+        bodies = {
+            "sums": sums,
+            "long": long,
+            "until-lost": until_lost,
+            "secret": secret,
+            "paths": paths,
+        }
         with pycomm.Communicator() as communicator:
             print(json.dumps(bodies[sys.argv[1]](communicator)), flush=True)

@@ -28,12 +28,13 @@ def certs(tmp_path: Path) -> Path:
 
 
 class Job:
-    """A job of one rank a host, each a process of rank.py."""
+    """A job of one rank a host, each a process of rank.py; {host} in a setting is its number."""
 
     def __init__(self, lab: Lab, certs: Path | None, what: str, **settings: str) -> None:
         self.ranks: list[subprocess.Popen[str]] = []
         for host, environment in job_environments(lab, 1):
-            env = {**os.environ, **environment, "PYCOMM_TIMEOUT_SEC": "40", **settings}
+            own = {name: value.replace("{host}", str(host)) for name, value in settings.items()}
+            env = {**os.environ, **environment, "PYCOMM_TIMEOUT_SEC": "40", **own}
             if certs is not None:
                 env["PYCOMM_CERTS"] = str(certs)
                 del env["PYCOMM_SECRET_FILE"]
@@ -60,6 +61,13 @@ class Job:
             return [dict(json.loads(lines[-1])) for lines in every]
         except (ValueError, IndexError):
             raise AssertionError(every) from None
+
+
+def has_nft() -> bool:
+    return any((Path(folder) / "nft").exists() for folder in ("/usr/sbin", "/sbin", "/usr/bin"))
+
+
+needs_nft = pytest.mark.skipif(not has_nft(), reason="no nft here; install nftables")
 
 
 WEATHERS = {
@@ -92,6 +100,28 @@ def test_the_path_may_change_under_a_running_job(make_lab: MakeLab, certs: Path)
         assert result["ok"] and result["mtu"] <= 1252
 
 
+@needs_nft
+def test_paths_share_the_load_and_one_that_is_cut_is_done_without(
+    make_lab: MakeLab, certs: Path
+) -> None:
+    lab = make_lab(LabPlan(hosts=2, wan=Wan(rtt_ms=20, rate_mbit=200)))
+    for host in (0, 1):
+        lab.run(host, ["ip", "address", "add", f"10.77.{host}.50/24", "dev", "eth0"])
+    job = Job(lab, certs, "paths", PYCOMM_QUIC_PATHS="10.77.{host}.10,10.77.{host}.50")
+    output = job.ranks[0].stdout
+    assert output is not None
+    assert output.readline() == "first\n"
+    for host in (0, 1):
+        drop = f"ip daddr 10.77.{host}.50 drop"
+        chain = f"chain c {{ type filter hook input priority 0; {drop}; }}"
+        lab.run(host, ["nft", f"table inet t {{ {chain}; }}"])
+    for result in job.results():
+        low, high = result["first"]
+        assert low > 0.25 * high, result
+        low, high = result["last"]
+        assert high > 10_000_000 and low < 0.05 * high, result
+
+
 def test_a_killed_peer_is_named_within_seconds(make_lab: MakeLab, certs: Path) -> None:
     lab = make_lab(LabPlan(hosts=2, wan=Wan(rtt_ms=40, loss=0.01)))
     job = Job(lab, certs, "until-lost")
@@ -115,13 +145,6 @@ def block_udp(lab: Lab, host: int) -> None:
         "table inet t { chain c { type filter hook input priority 0; meta l4proto udp drop; }; }"
     )
     lab.run(host, ["nft", table])
-
-
-def has_nft() -> bool:
-    return any((Path(folder) / "nft").exists() for folder in ("/usr/sbin", "/sbin", "/usr/bin"))
-
-
-needs_nft = pytest.mark.skipif(not has_nft(), reason="no nft here; install nftables")
 
 
 @needs_nft

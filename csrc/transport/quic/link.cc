@@ -299,11 +299,13 @@ class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
         if (!peer_departed()) return fail(over);
         return end_after_goodbye();
       }
-      base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
-                "the path to " + text_of(session.peer()) + " is left out: " + over.message() +
-                    "; " + std::to_string(paths_.size() - 1) +
-                    " of the connections to that "
-                    "process go on");
+      if (!peer_departed()) {
+        base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+                  "the path to " + text_of(session.peer()) + " is left out: " + over.message() +
+                      "; " + std::to_string(paths_.size() - 1) +
+                      " of the connections to that "
+                      "process go on");
+      }
       session.hand_back();
       paths_[i].endpoint->flush(session, real_clock().now_ns());  // a last word, if it owes one
       paths_[i].endpoint->remove(session);

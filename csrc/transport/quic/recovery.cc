@@ -16,6 +16,7 @@ constexpr int kReorderQuartersMax = 4;
 constexpr int kPersistentPtos = 3;
 constexpr int kProbes = 2;
 constexpr int kBackoffMax = 8;
+constexpr int kPatience = 3;  // timeouts, while more is being sent
 constexpr std::uint64_t kSkipSpread = 4'000;
 constexpr std::size_t kSkippedMax = 16;
 
@@ -63,6 +64,7 @@ void Recovery::on_sent(SentPacket packet, bool ack_eliciting, TimeNs now) {
   packet.is_app_limited = is_app_limited();
   packet.in_flight = in_flight_;
   packets_.push_back(packet);
+  if (outstanding_.empty()) waiting_since_ = now;
   outstanding_.add(number, number + 1);
   last_eliciting_sent_at_ = now;
 }
@@ -117,6 +119,7 @@ Status Recovery::on_ack(const AckFrame& ack, TimeNs now) {
   }
   num_timeouts_ = 0;
   num_probes_ = 0;
+  waiting_since_ = now;
   detect_losses(now, sample);
   finish_sample(sample, now);
   forget(now);
@@ -261,7 +264,10 @@ TimeNs Recovery::probe_timeout() const {
 TimeNs Recovery::next_timer() const {
   if (loss_at_ != base::kNever) return loss_at_;
   if (outstanding_.empty()) return base::kNever;
-  return last_eliciting_sent_at_ + (probe_timeout() << std::min(num_timeouts_, kBackoffMax));
+  // Whoever keeps sending small things must not put the timeout off for ever, as it may by RFC
+  // 9002.
+  const TimeNs timeout = probe_timeout() << std::min(num_timeouts_, kBackoffMax);
+  return std::min(last_eliciting_sent_at_ + timeout, waiting_since_ + kPatience * timeout);
 }
 
 void Recovery::on_timer(TimeNs now) {
@@ -274,7 +280,7 @@ void Recovery::on_timer(TimeNs now) {
   }
   ++num_timeouts_;
   num_probes_ = kProbes;
-  last_eliciting_sent_at_ = now;  // the next one counts from here
+  last_eliciting_sent_at_ = waiting_since_ = now;  // the next one counts from here
 }
 
 }  // namespace pycomm::transport::quic

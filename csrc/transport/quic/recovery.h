@@ -128,6 +128,7 @@ class Recovery {
   bool has_acked_ = false;
   std::uint64_t in_flight_ = 0;
   base::TimeNs last_eliciting_sent_at_ = 0;
+  base::TimeNs waiting_since_ = 0;  // for an acknowledgement, or since the last timeout
   base::TimeNs loss_at_ = base::kNever;
   int num_timeouts_ = 0, num_probes_ = 0;
   std::uint64_t num_lost_ = 0, num_spurious_ = 0, num_marked_ = 0;

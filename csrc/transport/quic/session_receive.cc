@@ -265,10 +265,10 @@ void Session::on_datagram(std::span<const std::uint8_t> bytes) {
     return;
   }
   peer_is_live_ = true;
-  const bool peer_heard_me = bytes[kHelloBytes - 1] == 1;
-  is_heard_ |= peer_heard_me;
+  const std::uint8_t said = bytes[kHelloBytes - 1];
+  is_heard_ |= (said & kHelloHearsYou) != 0;
   if (is_heard_) hello_at_ = base::kNever;
-  if (!peer_heard_me) controls_ |= kHello;  // tell it
+  if ((said & kHelloKnowsIt) == 0) controls_ |= kHello;  // tell it that it is heard
 }
 
 void Session::on_new_connection_id(Reader& reader) {

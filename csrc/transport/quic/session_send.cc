@@ -236,7 +236,7 @@ void Session::write_controls(Writer& writer, Plan& plan) {
     writer.varint(kFrameDatagramLength);
     writer.varint(kHelloBytes);
     writer.span({reinterpret_cast<const std::uint8_t*>(kHelloText), kHelloBytes - 1});
-    writer.fixed(peer_is_live_ ? 1 : 0, 1);
+    writer.fixed((peer_is_live_ ? kHelloHearsYou : 0u) | (is_heard_ ? kHelloKnowsIt : 0u), 1);
   }
   if (take(kRetireIds)) {
     constexpr std::uint64_t kAtOnce = 8;

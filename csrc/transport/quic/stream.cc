@@ -80,7 +80,8 @@ TimeNs Stream::longest_round_trip() const {
 void Stream::on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes, TimeNs now) {
   const std::uint64_t end = offset + bytes.size();
   const std::uint64_t before = consumed();
-  if (offset == before && received_.num_intervals() <= 1) {  // all in order, as ever
+  // All in order, as ever; nothing lies beyond.
+  if (offset == before && (received_.empty() || received_.back().end == before)) {
     sink_.on_bytes(offset, bytes);
   } else {
     received_.for_each_gap(offset, end, [&](std::uint64_t b, std::uint64_t e) {
