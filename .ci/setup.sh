@@ -55,6 +55,7 @@ if [ "$(id -u)" -eq 0 ]; then
   # The report's page is looked at in a real one.
   if [ "$target" != install ]; then need "a browser" "command -v chromium" chromium; fi
   if [ "$target" != install ]; then need "network namespaces" "command -v ip && command -v nft" iproute2 nftables; fi
+  if [ "$target" != install ]; then need "a packet analyser" "command -v tshark" tshark; fi
   # The fastest AES-GCM there is; the build takes it where it is.
   need "libipsec-mb" "[ $(uname -m) != x86_64 ] || ls /usr/include/intel-ipsec-mb.h" libipsec-mb-dev
 fi

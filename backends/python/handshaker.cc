@@ -135,6 +135,7 @@ std::unique_ptr<Handshaker> make(const HandshakerOptions& o) {
     options["reset_key"] = py::bytes(o.reset_key);
     options["process_id"] = o.process_id;
     options["expected"] = o.expected;
+    options["keylog_file"] = o.keylog_file;
     return std::make_unique<PythonHandshaker>(
         py::module_::import("pycomm.control.handshake").attr("make")(options));
   } catch (const py::error_already_set& error) {

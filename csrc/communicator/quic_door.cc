@@ -58,6 +58,12 @@ Status QuicDoor::open() {
   needed.secret = gathering_.options.secret;
   needed.process_id = gathering_.engine.process_id();
   needed.reset_key = endpoints[0]->reset_key();
+  needed.keylog_file = gathering_.options.quic_keylog;
+  if (!needed.keylog_file.empty()) {
+    base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+              "PYCOMM_QUIC_KEYLOG: whoever reads " + needed.keylog_file +
+                  " can read everything that QUIC carries in this job; unset it outside of tests");
+  }
   try {
     while (handshakers_.size() < endpoints.size()) {
       handshakers_.push_back(handshaker_factory()(needed));

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
@@ -63,6 +64,16 @@ class _Connection:
     over_at: float | None = None  # closing: kept a moment, so that the reason arrives
 
 
+def _open_keylog(path: str) -> TextIO | None:
+    """A file that only this user reads, to be added to; never through a link."""
+    if not path:
+        return None
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.open(path, flags, 0o600)
+    os.fchmod(file, 0o600)
+    return os.fdopen(file, "a", buffering=1)
+
+
 class Handshaker:
     """What the core drives; see pycomm/handshaker.h."""
 
@@ -74,6 +85,7 @@ class Handshaker:
         self._established: list[dict[str, Any]] = []
         self._failures: list[tuple[str, str, int]] = []
         self._retry = QuicRetryTokenHandler()
+        self._keylog = _open_keylog(options.get("keylog_file", ""))
         self._configuration(is_client=True, name="none")  # files that do not fit are told now
 
     def _configuration(self, *, is_client: bool, name: str | None) -> QuicConfiguration:
@@ -87,6 +99,7 @@ class Handshaker:
             max_data=_WINDOW_BYTES,
             max_stream_data=_WINDOW_BYTES,
             max_datagram_frame_size=_DATAGRAM_BYTES_MAX,
+            secrets_log_file=self._keylog,
             server_name=name,
             supported_versions=[QuicProtocolVersion.VERSION_2],
         )

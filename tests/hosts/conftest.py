@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from pycomm.control.certificates import Authority
 from pycomm.lab import Lab, LabPlan, refusal
 
 MakeLab = Callable[[LabPlan], Lab]
@@ -25,3 +27,9 @@ def make_lab() -> Iterator[MakeLab]:
     yield make
     for lab in labs:
         lab.down()
+
+
+@pytest.fixture
+def certs(tmp_path: Path) -> Path:
+    Authority.create(tmp_path / "ca", "wan").issue(tmp_path / "certs")
+    return tmp_path / "certs"
