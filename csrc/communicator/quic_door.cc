@@ -31,6 +31,17 @@ constexpr std::int64_t kAgainNs = 50'000'000;
 // Of pycomm/control/handshake.py.
 constexpr const char* kNotYet = "no group here awaits that process yet";
 
+// Alike on both sides: the client's first connection ID and the side.
+std::string trace_name(const HandedOver& state) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string name;
+  for (const char c : (state.is_client ? state.own_ids : state.peer_ids)[0].bytes) {
+    name += kDigits[static_cast<unsigned char>(c) >> 4];
+    name += kDigits[static_cast<unsigned char>(c) & 15];
+  }
+  return name + (state.is_client ? "_client" : "_server");
+}
+
 }  // namespace
 
 QuicDoor::~QuicDoor() {
@@ -90,6 +101,16 @@ Status QuicDoor::add(const HandedOver& state, std::size_t endpoint) {
   options.session.congestion = gathering_.options.quic_uses_cubic
                                    ? transport::quic::CongestionKind::kCubic
                                    : transport::quic::CongestionKind::kBbr;
+  if (const std::string& folder = gathering_.options.quic_qlog_folder; !folder.empty()) {
+    auto qlog = transport::quic::Qlog::open(folder, trace_name(state), state.is_client,
+                                            real_clock().now_ns());
+    if (!qlog.is_ok()) {
+      base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+                "no trace (PYCOMM_QUIC_QLOG): " + qlog.status().message());
+    } else {
+      options.session.qlog = std::move(qlog).value();
+    }
+  }
   const auto& socket = gathering_.engine.quic()[endpoint];
   Peer& peer = peers_[state.peer_process_id];
   const TimeNs now = real_clock().now_ns();

@@ -1,7 +1,12 @@
 // A QUIC connection over bad networks, under a virtual clock: everything arrives once and right.
 #include <gtest/gtest.h>
 
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <csignal>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 
 #include "quic_pair.h"
@@ -259,6 +264,32 @@ TEST(QuicSession, AGoodbyeEndsTheOther) {
   pair.ends[0].session->close("done");
   pair.run(kSecond, [] { return false; });
   EXPECT_NE(pair.ends[1].session->failure().message().find("done"), std::string::npos);
+}
+
+TEST(QuicQlog, ADiskThatIsFullEndsTheTraceAndNotTheConnection) {
+  const std::string folder = testing::TempDir() + "/qlog" + std::to_string(::getpid());
+  std::filesystem::create_directory(folder);
+  EXPECT_FALSE(transport::quic::Qlog::open(folder, "nowhere/x", true, 0).is_ok());
+  auto qlog = transport::quic::Qlog::open(folder, "trace", true, 0);
+  ASSERT_TRUE(qlog.is_ok());
+  EXPECT_FALSE(transport::quic::Qlog::open(folder, "trace", true, 0).is_ok());  // never over one
+  rlimit before;
+  getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit small{100'000, before.rlim_max};
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  {
+    test::SessionOptions options;
+    options.qlog = std::move(qlog).value();
+    QuicPair pair(2'000'000, 0, wan(5, 0.01), options);
+    EXPECT_TRUE(pair.run_to_end(20 * kSecond));
+    expect_both_done(pair, 2'000'000, 0);
+  }
+  setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_LE(std::filesystem::file_size(folder + "/trace.sqlog"), 100'000u);
+  EXPECT_GT(std::filesystem::file_size(folder + "/trace.sqlog"), 50'000u);
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,41 @@ def test_paths_share_the_load_and_one_that_is_cut_is_done_without(
         assert low > 0.25 * high, result
         low, high = result["last"]
         assert high > 10_000_000 and low < 0.05 * high, result
+
+
+def test_a_trace_tells_what_both_ends_saw(make_lab: MakeLab, certs: Path, tmp_path: Path) -> None:
+    lab = make_lab(LabPlan(hosts=2, wan=Wan(rtt_ms=10, loss=0.02)))
+    for result in Job(lab, certs, "sums", PYCOMM_QUIC_QLOG=str(tmp_path)).results():
+        assert result["ok"]
+    names: dict[str, dict[str, int]] = {}
+    sent: dict[str, set[int]] = {}
+    received: dict[str, set[int]] = {}
+    for side in ("client", "server"):
+        (file,) = tmp_path.glob(f"*_{side}.sqlog")
+        head, *events = [json.loads(record) for record in file.read_text().split("\x1e")[1:]]
+        assert head["qlog_version"] == "0.3"
+        assert head["trace"]["vantage_point"]["type"] == side
+        numbers = {
+            name: {
+                event["data"]["header"]["packet_number"]
+                for event in events
+                if event["name"] == name
+            }
+            for name in ("transport:packet_sent", "transport:packet_received")
+        }
+        sent[side], received[side] = numbers.values()
+        names[side] = Counter(event["name"] for event in events)
+        times = [event["time"] for event in events]
+        assert times == sorted(times)
+        frames = {f["frame_type"] for e in events for f in e["data"].get("frames", [])}
+        assert {"stream", "ack", "datagram", "ping", "padding"} <= frames
+        assert not frames & {"unknown"}
+    for one, other in (("client", "server"), ("server", "client")):
+        assert received[one] <= sent[other]
+        assert 0.9 * len(sent[other]) < len(received[one]) < len(sent[other])
+        assert names[one]["recovery:packet_lost"] > 0
+        assert names[one]["recovery:metrics_updated"] > 0
+        assert names[one]["connectivity:connection_closed"] == 1
 
 
 def test_a_killed_peer_is_named_within_seconds(make_lab: MakeLab, certs: Path) -> None:

@@ -47,7 +47,7 @@ if [ ! "$here/peer" -nt "$peer" ] || [ ! "$here/peer" -nt "$here/core/libpicoqui
     library=$here/picotls/libpicotls-$target.a
     [ ! -f "$library" ] || libraries+=("$library")
   done
-  $launcher g++ -std=c++20 -O2 -Wall -Wextra -I"$source/picoquic/picoquic" -c "$peer" \
+  $launcher g++ -std=c++20 -O2 -Wall -Wextra -I"$source/picoquic/picoquic" -I"$source/picotls/include" -c "$peer" \
     -o "$here/peer.o"
   g++ "$here/peer.o" "${libraries[@]}" -lssl -lcrypto -ldl -pthread -o "$here/peer"
 fi

@@ -63,7 +63,8 @@ struct Peer {
   picoquic_cnx_t* connection = nullptr;
   std::string heard;  // on the stream of hellos
   std::uint64_t sent = 0, received = 0, num_asked = 0;
-  bool is_right = true, is_over = false, is_sending = false, has_fin = false;
+  bool is_right = true, is_sending = false;
+  bool is_gone = false, is_over = false;  // the connection; this program
   std::uint64_t began_us = 0, ended_us = 0, send_at_us = 0, next_update_us = 0;
   picoquic_path_quality_t quality{};
   std::uint64_t num_updates = 0, payload_bytes = 0;
@@ -130,7 +131,7 @@ int on_event(picoquic_cnx_t* connection, std::uint64_t stream, std::uint8_t* byt
              std::size_t count, picoquic_call_back_event_t event, void* context, void*) {
   Peer& peer = *static_cast<Peer*>(context);
   if (peer.connection == nullptr) {
-    if (peer.is_over) return 0;
+    if (peer.is_gone) return 0;
     peer.connection = connection;
     picoquic_set_callback(connection, on_event, context);
   }
@@ -154,6 +155,7 @@ int on_event(picoquic_cnx_t* connection, std::uint64_t stream, std::uint8_t* byt
         look(peer);
         if (peer.is_client) {
           picoquic_close(connection, 0);
+          peer.is_over = true;
         } else {
           picoquic_add_to_stream(connection, kBulkStream, nullptr, 0, 1);
         }
@@ -170,7 +172,8 @@ int on_event(picoquic_cnx_t* connection, std::uint64_t stream, std::uint8_t* byt
         if (reason != 0) peer.failure += std::to_string(reason) + " ";
       }
       peer.connection = nullptr;
-      peer.is_over = true;
+      peer.is_gone = true;
+      if (peer.is_bench) peer.is_over = true;
       break;
     }
     default: break;
@@ -179,15 +182,12 @@ int on_event(picoquic_cnx_t* connection, std::uint64_t stream, std::uint8_t* byt
 }
 
 // What no packet brings about.
-int on_turn(Peer& peer, packet_loop_time_check_arg_t& turn) {
+void on_turn(Peer& peer, packet_loop_time_check_arg_t& turn) {
   const std::uint64_t now = turn.current_time;
-  if (peer.is_over && peer.is_bench) return PICOQUIC_NO_ERROR_TERMINATE_PACKET_LOOP;
   if (!peer.is_bench) {
     pollfd input{STDIN_FILENO, POLLIN, 0};
     char byte = 0;
-    if (poll(&input, 1, 0) == 1 && read(STDIN_FILENO, &byte, 1) <= 0) {
-      return PICOQUIC_NO_ERROR_TERMINATE_PACKET_LOOP;
-    }
+    if (poll(&input, 1, 0) == 1 && read(STDIN_FILENO, &byte, 1) <= 0) peer.is_over = true;
   }
   if (peer.connection != nullptr) {
     if (peer.send_at_us != 0 && now >= peer.send_at_us) {
@@ -200,7 +200,6 @@ int on_turn(Peer& peer, packet_loop_time_check_arg_t& turn) {
     }
   }
   turn.delta_t = std::min<std::int64_t>(turn.delta_t, kPollUs);
-  return 0;
 }
 
 int on_loop(picoquic_quic_t*, picoquic_packet_loop_cb_enum event, void* context, void* argument) {
@@ -211,12 +210,15 @@ int on_loop(picoquic_quic_t*, picoquic_packet_loop_cb_enum event, void* context,
       return 0;
     case picoquic_packet_loop_port_update:
       if (!peer.is_client) {
-        std::printf("port %d\n", ntohs(static_cast<sockaddr_in*>(argument)->sin_port));
+        std::printf("port %d\n", static_cast<sockaddr_in*>(argument)->sin_port);
         std::fflush(stdout);
       }
       return 0;
     case picoquic_packet_loop_time_check:
-      return on_turn(peer, *static_cast<packet_loop_time_check_arg_t*>(argument));
+      on_turn(peer, *static_cast<packet_loop_time_check_arg_t*>(argument));
+      return 0;
+    case picoquic_packet_loop_after_send:
+      return peer.is_over ? PICOQUIC_NO_ERROR_TERMINATE_PACKET_LOOP : 0;
     default: return 0;
   }
 }

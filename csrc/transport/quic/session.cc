@@ -92,6 +92,7 @@ void Session::fail(StatusCode code, const std::string& reason) {
 void Session::close(const std::string& reason) {
   if (is_closed_) return;
   is_closed_ = true;
+  if (options_.qlog) options_.qlog->closed("we: " + reason, last_received_at_);
   owes_close_ = failure_.is_ok();
   close_reason_ = reason;
 }
@@ -125,6 +126,18 @@ SessionCounters Session::counters() const {
   counters_.num_forged = protection_->num_forged();
   counters_.num_key_updates = protection_->num_updates();
   return counters_;
+}
+
+void Session::trace(TimeNs now) {
+  if (!options_.qlog) return;
+  const CongestionControl& congestion = recovery_->congestion();
+  options_.qlog->metrics(
+      {recovery_->smoothed_rtt(), recovery_->latest_rtt(), recovery_->min_rtt(),
+       congestion.window_bytes(), recovery_->in_flight(), congestion.pacing_bytes_per_s()},
+      now);
+  options_.qlog->mtu(mtu_.current(), now);
+  options_.qlog->num_key_updates(protection_->num_updates(), now);
+  if (!failure_.is_ok()) options_.qlog->closed(failure_.message(), now);
 }
 
 // ---------------------------------------------------------------- timers
@@ -192,7 +205,8 @@ void Session::on_packet_acked(std::uint64_t number, const SentPacket& packet) {
   stream_.on_acked(packet.stream_begin, end);
 }
 
-void Session::on_packet_lost(std::uint64_t, const SentPacket& packet) {
+void Session::on_packet_lost(std::uint64_t number, const SentPacket& packet) {
+  if (options_.qlog) options_.qlog->packet_lost(number, last_received_at_);
   if (packet.is_mtu_probe) {
     mtu_.on_probe_lost(packet.bytes, last_received_at_);
     return;

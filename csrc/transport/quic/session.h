@@ -19,6 +19,7 @@
 #include "transport/quic/interval_set.h"
 #include "transport/quic/path_mtu.h"
 #include "transport/quic/protection.h"
+#include "transport/quic/qlog.h"
 #include "transport/quic/recovery.h"
 #include "transport/quic/stream.h"
 #include "transport/quic/wire.h"
@@ -34,6 +35,7 @@ struct SessionOptions {
   base::TimeNs peer_timeout_ns = 15'000'000'000;  // without a sign of life while one is due
   base::TimeNs keep_alive_ns = 5'000'000'000;
   bool peer_is_stock = false;  // it does not say hello
+  std::shared_ptr<Qlog> qlog;  // null: no trace
   std::uint64_t seed = 1;
 };
 
@@ -97,6 +99,7 @@ class Session final : public RecoveryListener, public StreamPath {
   Session(const SessionOptions& options, Stream& stream)
       : options_(options), stream_(stream), rng_(options.seed) {}
 
+  void trace(base::TimeNs now);
   void fail(StatusCode code, const std::string& reason);
   void violate(const std::string& what) { fail(StatusCode::kInternal, "QUIC: " + what); }
 
@@ -118,10 +121,11 @@ class Session final : public RecoveryListener, public StreamPath {
   std::size_t send_packet(std::span<std::uint8_t> out, std::size_t size, bool is_probe,
                           base::TimeNs now);
   void write_ack(Writer& writer, base::TimeNs now);
+  void trace_packet(const Plan& plan, bool has_ack, std::size_t bytes, base::TimeNs now);
   void write_controls(Writer& writer, Plan& plan);
   void plan_stream(Writer& writer, Plan& plan);
   bool next_stream_range(std::uint64_t* begin, std::uint64_t* end) const;
-  std::size_t send_close(std::span<std::uint8_t> out);
+  std::size_t send_close(std::span<std::uint8_t> out, base::TimeNs now);
   std::size_t send_mtu_probe(std::span<std::uint8_t> out, base::TimeNs now);
   bool has_something_to_send() const;  // acknowledgements aside
   bool is_window_open() const;

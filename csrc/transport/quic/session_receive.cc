@@ -60,6 +60,10 @@ bool Session::receive(std::span<std::uint8_t> datagram, const UdpAddress& from, 
     path_received_ += datagram.size();
   }
   note_received(number, elicits_, ecn, datagram.size(), now);
+  if (options_.qlog) {
+    options_.qlog->end_packet(Qlog::Direction::kReceived, number, datagram.size(), now);
+    trace(now);
+  }
   return true;
 }
 
@@ -93,6 +97,9 @@ void Session::parse(std::span<const std::uint8_t> payload, std::uint64_t, TimeNs
   if (payload.empty()) return violate("a packet without a frame");
   while (reader.left() > 0 && failure_.is_ok()) {
     const std::uint64_t type = reader.varint();
+    const bool is_told_apart = (type >= kFrameStream && type <= kFrameStreamLast) ||
+                               type == kFrameAck || type == kFrameAckEcn;
+    if (options_.qlog && !is_told_apart) options_.qlog->add_frame(type);
     if (!parse_frame(reader, type, now)) return violate("an unknown frame " + std::to_string(type));
     if (reader.failed()) return violate("a frame that is cut short");
     if (type != kFramePadding && type != kFrameAck && type != kFrameAckEcn &&
@@ -220,6 +227,7 @@ void Session::on_ack_frame(Reader& reader, bool has_ecn, TimeNs now) {
     ack.num_marked = reader.varint();
     if (reader.failed()) return;
   }
+  if (options_.qlog) options_.qlog->add_ack(ack.ranges);
   const Status status = recovery_->on_ack(ack, now);
   if (!status.is_ok()) return violate(status.message());
   stream_.settle();
@@ -231,6 +239,7 @@ void Session::on_stream(Reader& reader, std::uint64_t type, TimeNs now) {
   const std::uint64_t bytes = (type & kStreamLengthBit) != 0 ? reader.varint() : reader.left();
   const auto data = reader.span(bytes);
   if (reader.failed()) return;
+  if (options_.qlog) options_.qlog->add_stream(id, offset, bytes);
   if (offset > kStreamOffsetMax - bytes) return violate("a stream beyond its end");
   if (id != stream_id_) {
     // Of the handshake, or of a stock peer's: legal, and of no use here.

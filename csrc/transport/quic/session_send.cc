@@ -76,7 +76,7 @@ std::size_t Session::send(std::span<std::uint8_t> out, std::size_t* packet_bytes
   *packet_bytes = mtu_.current();
   if (owes_close_) {
     owes_close_ = false;
-    return *packet_bytes = send_close(out);
+    return *packet_bytes = send_close(out, now);
   }
   if (is_closed_ || !failure_.is_ok()) return 0;
   if (protection_->wants_update()) protection_->update();
@@ -125,6 +125,7 @@ std::size_t Session::send(std::span<std::uint8_t> out, std::size_t* packet_bytes
   std::uint64_t begin, end;
   if (is_window_open() && !next_stream_range(&begin, &end)) recovery_->set_app_limited();
   counters_.bytes_sent += total;
+  if (total > 0) trace(now);
   if (total > 0 && total < *packet_bytes) *packet_bytes = total;
   return total;
 }
@@ -172,6 +173,7 @@ std::size_t Session::send_packet(std::span<std::uint8_t> out, std::size_t size, 
                         plan.num_pieces + 1, writer.size() + plan.stream_bytes, out.data());
   plan.packet.bytes = static_cast<std::uint32_t>(bytes);
   plan.packet.stream_bytes = static_cast<std::uint32_t>(plan.stream_bytes);
+  if (options_.qlog) trace_packet(plan, has_ack, bytes, now);
   recovery_->on_sent(plan.packet, plan.elicits, now);
   ++counters_.packets_sent;
   if (has_ack) {
@@ -183,6 +185,29 @@ std::size_t Session::send_packet(std::span<std::uint8_t> out, std::size_t size, 
   }
   if (plan.elicits) keep_alive_at_ = now + options_.keep_alive_ns;
   return bytes;
+}
+
+void Session::trace_packet(const Plan& plan, bool has_ack, std::size_t bytes, TimeNs now) {
+  Qlog& qlog = *options_.qlog;
+  if (has_ack) {
+    std::vector<Interval> ranges(received_.begin(), received_.end());
+    std::reverse(ranges.begin(), ranges.end());
+    qlog.add_ack(std::span(ranges).first(std::min(ranges.size(), kAckRangesMax)));
+  }
+  constexpr std::pair<Control, std::uint64_t> kFrames[] = {{kPing, kFramePing},
+                                                           {kMaxData, kFrameMaxData},
+                                                           {kMaxStreamData, kFrameMaxStreamData},
+                                                           {kPathChallenge, kFramePathChallenge},
+                                                           {kPathResponse, kFramePathResponse},
+                                                           {kHello, kFrameDatagramLength},
+                                                           {kRetireIds, kFrameRetireConnectionId}};
+  for (const auto& [control, type] : kFrames) {
+    if ((plan.packet.controls & control) != 0) qlog.add_frame(type);
+  }
+  if (plan.stream_bytes > 0) {
+    qlog.add_stream(stream_id_, plan.packet.stream_begin, plan.stream_bytes);
+  }
+  qlog.end_packet(Qlog::Direction::kSent, recovery_->next_number(), bytes, now);
 }
 
 void Session::write_ack(Writer& writer, TimeNs now) {
@@ -286,13 +311,18 @@ std::size_t Session::send_mtu_probe(std::span<std::uint8_t> out, TimeNs now) {
                         {reinterpret_cast<const std::uint8_t*>(cid.data()), cid.size()}, &piece, 1,
                         payload.size(), out.data());
   packet.bytes = static_cast<std::uint32_t>(bytes);
+  if (options_.qlog) {
+    options_.qlog->add_frame(kFramePing);
+    options_.qlog->add_frame(kFramePadding);
+    options_.qlog->end_packet(Qlog::Direction::kSent, recovery_->next_number(), bytes, now);
+  }
   recovery_->on_sent(packet, true, now);
   mtu_.on_probe_sent(bytes);
   ++counters_.packets_sent;
   return bytes;
 }
 
-std::size_t Session::send_close(std::span<std::uint8_t> out) {
+std::size_t Session::send_close(std::span<std::uint8_t> out, TimeNs now) {
   std::array<std::uint8_t, kScratchBytes> scratch;
   Writer writer(scratch);
   const bool is_application = close_code_ == 0;
@@ -308,6 +338,10 @@ std::size_t Session::send_close(std::span<std::uint8_t> out) {
       protection_->seal(recovery_->next_number(), kPacketNumberBytesMax,
                         {reinterpret_cast<const std::uint8_t*>(cid.data()), cid.size()}, &piece, 1,
                         writer.size(), out.data());
+  if (options_.qlog) {
+    options_.qlog->add_frame(kFrameCloseTransport);
+    options_.qlog->end_packet(Qlog::Direction::kSent, recovery_->next_number(), total, now);
+  }
   return total;
 }
 
