@@ -5,7 +5,8 @@
 //   peer sink PORT CERTIFICATE KEY [OPTION...]      takes what a source sends
 //   peer source PORT SECONDS [OPTION...]            sends for so long
 // Servers say "port N" first; PORT 0 is any. Servers and clients stay until standard input ends, a
-// sink and its source until they are done.
+// sink and its source until they are done. Rates are of bytes of the stream, the larger
+// direction's.
 //   update             change keys every 100 ms
 //   hello=LINE         what to say on stream 0: a client first, a server when it is spoken to
 //   ca=FILE            trust these, and ask a client for its certificate; else trust everyone
@@ -63,7 +64,7 @@ struct Peer {
   picoquic_cnx_t* connection = nullptr;
   std::string heard;  // on the stream of hellos
   std::uint64_t sent = 0, received = 0, num_asked = 0;
-  bool is_right = true, is_sending = false;
+  bool is_right = true, is_sending = false, has_fin = false;
   bool is_gone = false, is_over = false;  // the connection; this program
   std::uint64_t began_us = 0, ended_us = 0, send_at_us = 0, next_update_us = 0;
   picoquic_path_quality_t quality{};
@@ -152,6 +153,7 @@ int on_event(picoquic_cnx_t* connection, std::uint64_t stream, std::uint8_t* byt
       if (stream == kHelloStream) on_hello(peer, bytes, count);
       if (stream == kBulkStream) on_bulk(peer, bytes, count);
       if (event == picoquic_callback_stream_fin && stream == kBulkStream && peer.is_bench) {
+        peer.has_fin = true;
         look(peer);
         if (peer.is_client) {
           picoquic_close(connection, 0);
@@ -223,27 +225,32 @@ int on_loop(picoquic_quic_t*, picoquic_packet_loop_cb_enum event, void* context,
   }
 }
 
+bool is_done(const Peer& peer) {
+  if (peer.is_bench) return peer.has_fin;
+  return peer.is_right && peer.sent == peer.bytes_out && peer.received == peer.bytes_in;
+}
+
 void report(const Peer& peer) {
   const double seconds =
       peer.ended_us > peer.began_us ? 1e-6 * static_cast<double>(peer.ended_us - peer.began_us) : 0;
+  const double bytes = static_cast<double>(std::max(peer.sent, peer.received));
   rusage used{};
   getrusage(RUSAGE_SELF, &used);
   const auto in_seconds = [](const timeval& t) {
     return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
   };
-  const bool is_done =
-      peer.is_right && peer.sent == peer.bytes_out && peer.received == peer.bytes_in;
-  std::printf(
-      "{\"is_done\": %s, \"is_right\": %s, \"received\": %" PRIu64 ", \"sent\": %" PRIu64
-      ", \"seconds\": %.6f, \"bits_per_s\": %.0f, \"cpu_s\": %.3f, \"packets_sent\": %" PRIu64
-      ", \"packets_lost\": %" PRIu64 ", \"packets_spuriously_lost\": %" PRIu64
-      ", \"payload_bytes\": %" PRIu64 ", \"rtt_us\": %" PRIu64 ", \"updates\": %" PRIu64
-      ", \"updates_asked\": %" PRIu64 ", \"failure\": \"%s\"}\n",
-      is_done ? "true" : "false", peer.is_right ? "true" : "false", peer.received, peer.sent,
-      seconds, seconds > 0 ? 8 * static_cast<double>(peer.received) / seconds : 0,
-      in_seconds(used.ru_utime) + in_seconds(used.ru_stime), peer.quality.sent, peer.quality.lost,
-      peer.quality.spurious_losses, peer.payload_bytes, peer.quality.rtt, peer.num_updates,
-      peer.num_asked, peer.failure.c_str());
+  std::printf("{\"is_done\": %s, \"is_right\": %s, \"received\": %" PRIu64 ", \"sent\": %" PRIu64,
+              is_done(peer) ? "true" : "false", peer.is_right ? "true" : "false", peer.received,
+              peer.sent);
+  std::printf(", \"seconds\": %.6f, \"gbit_per_s\": %.3f, \"cpu_s\": %.3f, \"rtt_us\": %" PRIu64,
+              seconds, seconds > 0 ? 8e-9 * bytes / seconds : 0,
+              in_seconds(used.ru_utime) + in_seconds(used.ru_stime), peer.quality.rtt);
+  std::printf(", \"packets_sent\": %" PRIu64 ", \"packets_lost\": %" PRIu64
+              ", \"packets_spuriously_lost\": %" PRIu64 ", \"payload_bytes\": %" PRIu64,
+              peer.quality.sent, peer.quality.lost, peer.quality.spurious_losses,
+              peer.payload_bytes);
+  std::printf(", \"updates\": %" PRIu64 ", \"updates_asked\": %" PRIu64 ", \"failure\": \"%s\"}\n",
+              peer.num_updates, peer.num_asked, peer.failure.c_str());
 }
 
 int run(Peer& peer, int port, std::map<std::string, std::string>& options) {
@@ -302,10 +309,7 @@ int run(Peer& peer, int port, std::map<std::string, std::string>& options) {
   report(peer);
   picoquic_free(quic);
   if (ended != 0) return 66;
-  return peer.is_bench ||
-                 (peer.is_right && peer.sent == peer.bytes_out && peer.received == peer.bytes_in)
-             ? 0
-             : 1;
+  return is_done(peer) ? 0 : 1;
 }
 
 }  // namespace

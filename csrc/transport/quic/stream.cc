@@ -8,6 +8,7 @@ namespace {
 using base::TimeNs;
 
 constexpr std::uint64_t kFirstWindow = 1 << 20;
+constexpr double kWindowTrips = 8;
 
 }  // namespace
 
@@ -77,6 +78,19 @@ TimeNs Stream::longest_round_trip() const {
   return longest;
 }
 
+// A sender that finds its rate sends up to three times as much in the next round trip, and what it
+// may send then has to be on its way to it a round trip before.
+void Stream::grow_window(TimeNs now) {
+  const TimeNs took = now - window_grown_at_;
+  if (took < longest_round_trip()) return;
+  const double per_trip = static_cast<double>(consumed() - window_grown_offset_) *
+                          static_cast<double>(longest_round_trip()) / static_cast<double>(took);
+  const auto wanted = static_cast<std::uint64_t>(kWindowTrips * per_trip);
+  receive_window_ = std::min(std::max(receive_window_, wanted), receive_window_max_);
+  window_grown_at_ = now;
+  window_grown_offset_ = consumed();
+}
+
 void Stream::on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes, TimeNs now) {
   const std::uint64_t end = offset + bytes.size();
   const std::uint64_t before = consumed();
@@ -92,12 +106,7 @@ void Stream::on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes,
   const std::uint64_t after = consumed();
   if (after == before) return;
   sink_.on_prefix(after);
-  if (after - window_grown_offset_ < receive_window_ / 2) return;
-  if (now - window_grown_at_ < 2 * longest_round_trip()) {
-    receive_window_ = std::min(2 * receive_window_, receive_window_max_);
-  }
-  window_grown_at_ = now;
-  window_grown_offset_ = after;
+  grow_window(now);
 }
 
 }  // namespace pycomm::transport::quic

@@ -79,13 +79,13 @@ class Stream {
   // --- receiving
   void on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes, base::TimeNs now);
   std::uint64_t consumed() const { return received_.contiguous_end(0); }
-  // Bytes that the peer may be ahead by; twice as many when half of it passes within two round
-  // trips.
+  // Bytes that the peer may be ahead by: some times what comes in a round trip.
   std::uint64_t receive_window() const { return receive_window_; }
 
  private:
   bool leaves_to_quicker(const StreamPath& path) const;
   base::TimeNs longest_round_trip() const;
+  void grow_window(base::TimeNs now);
 
   StreamSource& source_;
   StreamSink& sink_;
