@@ -56,6 +56,8 @@ if [ "$(id -u)" -eq 0 ]; then
   if [ "$target" != install ]; then need "a browser" "command -v chromium" chromium; fi
   if [ "$target" != install ]; then need "network namespaces" "command -v ip && command -v nft" iproute2 nftables; fi
   if [ "$target" != install ]; then need "a packet analyser" "command -v tshark" tshark; fi
+  # picoquic, a stranger to talk to, is built against OpenSSL's headers.
+  if [ "$target" != install ]; then need "OpenSSL's headers" "command -v pkg-config && echo '#include <openssl/ssl.h>' | cc -x c -fsyntax-only -" libssl-dev pkg-config; fi
   # The fastest AES-GCM there is; the build takes it where it is.
   need "libipsec-mb" "[ $(uname -m) != x86_64 ] || ls /usr/include/intel-ipsec-mb.h" libipsec-mb-dev
 fi

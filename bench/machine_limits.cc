@@ -19,9 +19,12 @@
 #include <vector>
 
 #include "two_processes.h"
+#include "udp_pipe.h"
 
 namespace pycomm::bench {
 namespace {
+
+using Best = std::function<double(const std::function<double()>&, bool lower_wins)>;
 
 int rounds_for(std::uint64_t bytes) {
   return static_cast<int>(std::clamp<std::uint64_t>((std::uint64_t{1} << 28) / bytes, 5, 2000));
@@ -296,8 +299,25 @@ double tcp_round_trip_ns(Waiting waiting) {
          1e9;
 }
 
+namespace {
+
+void measure_pipes(const Best& best, const std::function<void(const Limit&)>& report) {
+  constexpr std::uint64_t kPayload = 1452, kSource = 4 << 20;
+  const std::pair<const char*, PipeCipher> pipes[] = {
+      {"UDP pipe", PipeCipher::kNone},
+      {"UDP pipe, AES by OpenSSL", PipeCipher::kOpenssl},
+      {"UDP pipe, AES by ipsec-mb", PipeCipher::kIpsecMb}};
+  for (const auto& [name, cipher] : pipes) {
+    const double rate =
+        best([&] { return udp_pipe_bytes_per_s(kPayload, kSource, cipher); }, false);
+    if (rate > 0) report({name, kPayload, 2, rate / 1e9, "GB/s"});
+  }
+}
+
+}  // namespace
+
 void measure_limits(const std::function<void(const Limit&)>& report) {
-  const auto best = [](const std::function<double()>& measure, bool lower_wins) {
+  const Best best = [](const std::function<double()>& measure, bool lower_wins) {
     double value = measure();
     for (int i = 0; i < 2; ++i) {
       const double again = measure();
@@ -334,6 +354,7 @@ void measure_limits(const std::function<void(const Limit&)>& report) {
   report({"TCP loopback stream", std::uint64_t{16} << 20, 2,
           best([] { return tcp_stream_bytes_per_s(std::uint64_t{16} << 20); }, false) / 1e9,
           "GB/s"});
+  measure_pipes(best, report);
   for (const Waiting waiting : {Waiting::kAsleep, Waiting::kBusy}) {
     const char* name =
         waiting == Waiting::kBusy ? "TCP round trip, busy" : "TCP round trip, asleep";

@@ -45,7 +45,8 @@ double tcp_stream_bytes_per_s(std::uint64_t bytes);
 enum class Waiting { kAsleep, kBusy };
 double tcp_round_trip_ns(Waiting waiting);
 
-// All of the above at the sizes of the tables; `report` gets each figure as it is known.
+// All of the above, and the pipe of udp_pipe.h, at the sizes of the tables; `report` gets each
+// figure as it is known.
 void measure_limits(const std::function<void(const Limit&)>& report);
 
 }  // namespace pycomm::bench

@@ -9,6 +9,7 @@
 #include "machine_limits.h"
 #include "pycomm/communicator.h"
 #include "relay.h"
+#include "udp_pipe.h"
 
 namespace py = pybind11;
 
@@ -51,6 +52,16 @@ PYBIND11_MODULE(_core, m) {
   m.def("shutdown_process", &pycomm::shutdown_process, py::call_guard<py::gil_scoped_release>());
   m.def("measure_limits", &measure_limits, py::arg("report"),
         "Measures this machine's bounds; report(name, bytes, processes, value, unit) for each.");
+  m.def(
+      "udp_pipe_bytes_per_s",
+      [](std::uint64_t payload_bytes, std::uint64_t source_bytes, const std::string& library) {
+        using pycomm::bench::PipeCipher;
+        const PipeCipher cipher = library == "openssl"    ? PipeCipher::kOpenssl
+                                  : library == "ipsec-mb" ? PipeCipher::kIpsecMb
+                                                          : PipeCipher::kNone;
+        return pycomm::bench::udp_pipe_bytes_per_s(payload_bytes, source_bytes, cipher);
+      },
+      py::arg("payload_bytes"), py::arg("source_bytes"), py::arg("library"));
   m.def(
       "bare_seconds",
       [](const std::string& operation, std::uint64_t bytes, bool has_huge_pages) {

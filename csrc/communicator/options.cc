@@ -224,6 +224,16 @@ const std::vector<Known>& known_settings() {
        }},
       {"PYCOMM_QUIC_MTU_MAX", "1472", "largest UDP payload that QUIC tries; 8972 on jumbo frames",
        number(&Options::quic_mtu_max, 1200, 65'000)},
+      {"PYCOMM_QUIC_CRYPTO", "auto",
+       "library of QUIC's cipher: auto (the fastest), ipsec-mb, openssl",
+       [](const std::string& value, Options& options) -> std::string {
+         using Crypto = Options::QuicCrypto;
+         options.quic_crypto = value == "openssl"    ? Crypto::kOpenssl
+                               : value == "ipsec-mb" ? Crypto::kIpsecMb
+                                                     : Crypto::kAny;
+         const bool is_known = value == "auto" || options.quic_crypto != Crypto::kAny;
+         return is_known ? "" : "is none of auto, ipsec-mb, openssl";
+       }},
       {"PYCOMM_QUIC_KEYLOG", "",
        "file for the keys of all QUIC connections, for Wireshark: ends their secrecy",
        text(&Options::quic_keylog)},

@@ -31,6 +31,14 @@ constexpr std::int64_t kAgainNs = 50'000'000;
 // Of pycomm/control/handshake.py.
 constexpr const char* kNotYet = "no group here awaits that process yet";
 
+platform::CryptoLibrary library_of(Options::QuicCrypto choice) {
+  switch (choice) {
+    case Options::QuicCrypto::kOpenssl: return platform::CryptoLibrary::kOpenssl;
+    case Options::QuicCrypto::kIpsecMb: return platform::CryptoLibrary::kIpsecMb;
+    default: return platform::CryptoLibrary::kAny;
+  }
+}
+
 // Alike on both sides: the client's first connection ID and the side.
 std::string trace_name(const HandedOver& state) {
   constexpr char kDigits[] = "0123456789abcdef";
@@ -97,6 +105,7 @@ Status QuicDoor::add(const HandedOver& state, std::size_t endpoint) {
   transport::quic::LinkOptions options;
   options.eager_bytes_max = gathering_.options.eager_bytes_max;
   options.session.seed = platform::random_u64();
+  options.session.library = library_of(gathering_.options.quic_crypto);
   options.session.mtu_max = gathering_.options.quic_mtu_max;
   options.session.congestion = gathering_.options.quic_uses_cubic
                                    ? transport::quic::CongestionKind::kCubic

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from pycomm.bench import loopback
 from pycomm.bench.report import machine, other_load
 from pycomm.control.certificates import Authority
 from pycomm.lab import Lab, LabPlan, Wan
@@ -41,16 +42,15 @@ PATHS = [
     PathCase(Wan(rtt_ms=200, loss=0.001, rate_mbit=1000), 0.80),
     PathCase(Wan(rtt_ms=40, loss=0.01, rate_mbit=200), 0.85),
 ]
+SHARED = Wan(rtt_ms=40, rate_mbit=200)
 
 
-def run_pair(lab: Lab, command: list[str], timeout_s: float, **settings: str) -> dict[str, Any]:
-    """Runs wan_rank on both hosts; what rank 0 printed last.
-
-    Raises:
-        RuntimeError: a rank failed; with what it said.
-    """
+def start_pair(
+    lab: Lab, command: list[str], hosts: tuple[int, int] = (0, 1), **settings: str
+) -> list[subprocess.Popen[bytes]]:
+    """Starts wan_rank on two hosts."""
     ranks = []
-    for host, environment in job_environments(lab, 1):
+    for host, environment in job_environments(lab, 1, hosts):
         env = {**os.environ, **environment, "OMP_NUM_THREADS": "1", **settings}
         if "PYCOMM_CERTS" in settings:
             del env["PYCOMM_SECRET_FILE"]
@@ -58,10 +58,55 @@ def run_pair(lab: Lab, command: list[str], timeout_s: float, **settings: str) ->
         ranks.append(
             lab.start(host, arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         )
+    return ranks
+
+
+def result_of(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> dict[str, Any]:
+    """What rank 0 printed last.
+
+    Raises:
+        RuntimeError: a rank failed; with what it said.
+    """
     said = [process.communicate(timeout=timeout_s)[0].decode() for process in ranks]
     if any(process.returncode for process in ranks):
-        raise RuntimeError(f"{' '.join(command)}: {said[0][-1000:]}\n{said[1][-1000:]}")
+        raise RuntimeError(f"{ranks[0].args!r}: {said[0][-1000:]}\n{said[1][-1000:]}")
     return dict(json.loads(said[0].splitlines()[-1]))
+
+
+def run_pair(lab: Lab, command: list[str], timeout_s: float, **settings: str) -> dict[str, Any]:
+    """Runs wan_rank on both hosts; what rank 0 printed last."""
+    return result_of(start_pair(lab, command, (0, 1), **settings), timeout_s)
+
+
+def _quic(certs: Path) -> dict[str, str]:
+    return {"PYCOMM_CERTS": str(certs), "PYCOMM_TRANSPORT": "quic"}
+
+
+def _tcp_pour(wan: Wan, total: float, algorithm: str) -> list[str]:
+    """With two bandwidth-delay products of buffer at each end."""
+    buffer = round(2 * wan.rate_mbit * 1e6 / 8 * wan.rtt_ms / 1e3)
+    return ["tcp-pour", str(total), str(_WARMUP_S), algorithm, str(buffer)]
+
+
+def measure_sharing(rounds: int, seconds: float, certs: Path) -> dict[str, list[list[float]]]:
+    """Mbit/s of two streams that share a path, each between two hosts of its own, by kinds."""
+    total = seconds + _WARMUP_S
+    pour = ["pour", str(total), str(_WARMUP_S)]
+    result: dict[str, list[list[float]]] = {}
+    for name in ("QUIC and QUIC", "QUIC and TCP CUBIC", "TCP BBR and TCP CUBIC"):
+        for _ in range(rounds):
+            with Lab(LabPlan(hosts=4, sites=2, wan=SHARED)) as lab:
+                kinds = name.split(" and ")
+                streams = []
+                for kind, hosts in zip(kinds, ((0, 2), (1, 3)), strict=True):
+                    if kind == "QUIC":
+                        streams.append(start_pair(lab, pour, hosts, **_quic(certs)))
+                    else:
+                        command = _tcp_pour(SHARED, total, kind.split()[1].lower())
+                        streams.append(start_pair(lab, command, hosts))
+                rates = [result_of(ranks, total + 60)["bits_per_s"] / 1e6 for ranks in streams]
+                result.setdefault(name, []).append(rates)
+    return result
 
 
 def measure_path(case: PathCase, rounds: int, seconds: float, certs: Path) -> dict[str, Any]:
@@ -73,15 +118,12 @@ def measure_path(case: PathCase, rounds: int, seconds: float, certs: Path) -> di
             with Lab(LabPlan(hosts=2, wan=case.wan)) as lab:
                 total = seconds + _WARMUP_S
                 if name == "quic":
-                    settings = {"PYCOMM_CERTS": str(certs), "PYCOMM_TRANSPORT": "quic"}
                     command = ["pour", str(total), str(_WARMUP_S)]
-                    said = run_pair(lab, command, total + 60, **settings)
+                    said = run_pair(lab, command, total + 60, **_quic(certs))
                     towards = next(row for row in lab.report() if row["from"] == 1)
                     result["queue_ms"].append(towards["queue_ns_max"] / 1e6)
                 else:
-                    buffer = round(2 * case.wan.rate_mbit * 1e6 / 8 * case.wan.rtt_ms / 1e3)
-                    algorithm = name.split()[1]
-                    command = ["tcp-pour", str(total), str(_WARMUP_S), algorithm, str(buffer)]
+                    command = _tcp_pour(case.wan, total, name.split()[1])
                     said = run_pair(lab, command, total + 60)
                 result[name].append(said["bits_per_s"] / 1e6)
     return result
@@ -97,9 +139,8 @@ def measure_reduce(rounds: int, certs: Path) -> dict[str, list[float]]:
         ("gloo over CUBIC", "cubic", "gloo", 1),
     ):
         with Lab(LabPlan(hosts=2, wan=wan, tcp=tcp)) as lab:
-            settings = {"PYCOMM_CERTS": str(certs), "PYCOMM_TRANSPORT": "quic"}
             command = ["reduce", str(count), backend, str(_REDUCE_MB)]
-            result[name] = run_pair(lab, command, 900, **settings)["seconds"]
+            result[name] = run_pair(lab, command, 900, **_quic(certs))["seconds"]
     return result
 
 
@@ -115,14 +156,26 @@ def _path_row(case: PathCase, result: dict[str, Any]) -> str:
     )
 
 
-def write(folder: Path, rounds: int, seconds: float = 20) -> int:
+def _sharing_lines(shared: dict[str, list[list[float]]]) -> list[str]:
+    lines = [_SHARING_HEAD]
+    for name, values in shared.items():
+        first, second = (median(row[i] for row in values) for i in range(2))
+        share = [row[0] / sum(row) for row in values]
+        lines.append(
+            f"| {name} | {first:.0f} | {second:.0f} "
+            f"| {100 * median(share):.0f} % ({100 * min(share):.0f}-{100 * max(share):.0f}) |"
+        )
+    return lines
+
+
+def write(folder: Path, rounds: int, seconds: float = 30) -> int:
     """Measures everything and writes the page and its numbers; returns the exit status."""
     raw: dict[str, Any] = {"machine": machine(), "load_before": other_load()}
     lines = [_head(rounds, seconds)]
     with tempfile.TemporaryDirectory() as place, Progress(transient=True) as progress:
         certs = Path(place) / "certs"
         Authority.create(Path(place) / "ca", "bench").issue(certs)
-        task = progress.add_task("measuring", total=len(PATHS) + 1)
+        task = progress.add_task("measuring", total=len(PATHS) + 3)
         for case in PATHS:
             progress.update(
                 task, description=f"{case.wan.rate_mbit:g} Mbit/s, {case.wan.rtt_ms:g} ms"
@@ -131,15 +184,23 @@ def write(folder: Path, rounds: int, seconds: float = 20) -> int:
             raw[f"path {case}"] = result
             lines.append(_path_row(case, result))
             progress.advance(task)
+        progress.update(task, description="two streams on one path")
+        raw["sharing"] = measure_sharing(rounds, seconds, certs)
+        progress.advance(task)
+        progress.update(task, description="inside a host")
+        raw["loopback"] = loopback.measure(max(rounds, 9), Path(place))
+        progress.advance(task)
         progress.update(task, description="all_reduce of 64 MiB")
         reduced = measure_reduce(max(rounds, 3), certs)
         raw["reduce"] = reduced
+    lines += _sharing_lines(raw["sharing"])
     lines.append(_REDUCE_HEAD)
     ours = median(reduced["pycomm over QUIC"])
     for name, values in reduced.items():
         lines.append(
             f"| {name} | {len(values)} | {median(values):.2f} | {median(values) / ours:.1f} |"
         )
+    lines += loopback.section(raw["loopback"])
     (folder / "wan_performance.md").write_text("\n".join(lines) + "\n")
     (folder / "wan_performance.json").write_text(json.dumps(raw))
     return 0
@@ -165,6 +226,15 @@ headers, with the range over rounds.
 | rate | RTT ms | loss % | QUIC | TCP CUBIC | TCP BBR | share | goal | longest queue, ms |
 |---|---|---|---|---|---|---|---|---|"""
 
+
+_SHARING_HEAD = f"""
+## Two streams on one path
+
+{SHARED.rate_mbit:g} Mbit/s, {SHARED.rtt_ms:g} ms, no loss, a queue of one round trip; Mbit/s of
+each, the median over rounds, and the first one's part with its range.
+
+| streams | first | second | first's part |
+|---|---|---|---|"""
 
 _REDUCE_HEAD = f"""
 ## all_reduce

@@ -1,6 +1,8 @@
 """One end of a wide-area measurement, as a process of its own; the last line it prints is JSON.
 
-pour SECONDS WARMUP        pycomm, rank 1 to rank 0 in messages of 8 MB, sixteen under way
+pour SECONDS WARMUP [NUM_BYTES [NUM_ARRAYS]]
+                           pycomm, rank 1 to rank 0 in messages of 8 MB, sixteen under way; rank 1
+                           sends so many different arrays, one after the other
 tcp-pour SECONDS WARMUP ALGORITHM BUFFER   a plain TCP stream
 reduce ROUNDS BACKEND MB   torch's all_reduce over a backend
 """
@@ -19,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-_MESSAGE_BYTES = 8_000_000
 _UNDER_WAY = 16
 _TCP_CONGESTION = 13  # netinet/tcp.h
 _SNDBUFFORCE, _RCVBUFFORCE = 32, 33  # asm-generic/socket.h
@@ -32,12 +33,15 @@ def goodput(arrivals: list[tuple[float, int]], warmup_s: float) -> float:
     return 8 * (last - first) / (end - begin)
 
 
-def pour(seconds: float, warmup_s: float) -> dict[str, Any]:
+def pour(
+    seconds: float, warmup_s: float, message_bytes: int = 8_000_000, num_arrays: int = _UNDER_WAY
+) -> dict[str, Any]:
     """The sender asks after each message whether to go on, by one that comes the other way."""
     import pycomm
 
     with pycomm.Communicator() as comm:
-        arrays = [np.zeros(_MESSAGE_BYTES, np.uint8) for _ in range(_UNDER_WAY)]
+        count = num_arrays if comm.rank == 1 else _UNDER_WAY
+        arrays = [np.zeros(message_bytes, np.uint8) for _ in range(count)]
         works: deque[Any] = deque()
         arrivals: list[tuple[float, int]] = []
         comm.barrier()
@@ -46,15 +50,14 @@ def pour(seconds: float, warmup_s: float) -> dict[str, Any]:
         last = np.zeros(1, np.int64)
         ending = comm.recv(last, 0, tag=1, async_op=True) if comm.rank == 1 else None
         while True:
+            array = arrays[index % count]
             if comm.rank == 1:
                 if ending is not None and ending.is_done() and index >= last[0]:
                     break
-                array = arrays[index % _UNDER_WAY]
                 works.append(comm.send(array, 0, async_op=True))
             else:
                 if last[0] and index >= last[0]:
                     break
-                array = arrays[index % _UNDER_WAY]
                 works.append(comm.recv(array, 1, async_op=True))
                 if time.monotonic() - begin > seconds and not last[0]:
                     last[0] = index + 2 * _UNDER_WAY
@@ -62,7 +65,7 @@ def pour(seconds: float, warmup_s: float) -> dict[str, Any]:
             index += 1
             if len(works) >= _UNDER_WAY:
                 works.popleft().wait()
-                total += _MESSAGE_BYTES
+                total += message_bytes
                 arrivals.append((time.monotonic() - begin, total))
         while works:
             works.popleft().wait()
@@ -132,7 +135,7 @@ def main() -> None:
     """Runs what the command line names."""
     what, *rest = sys.argv[1:]
     if what == "pour":
-        result = pour(float(rest[0]), float(rest[1]))
+        result = pour(float(rest[0]), float(rest[1]), *map(int, rest[2:]))
     elif what == "tcp-pour":
         result = tcp_pour(float(rest[0]), float(rest[1]), rest[2], int(rest[3]))
     else:

@@ -13,15 +13,21 @@ from pycomm.lab.lab import Lab
 _PORT = 29_500
 
 
-def job_environments(lab: Lab, ranks_per_host: int) -> list[tuple[int, dict[str, str]]]:
-    """Host and environment of each rank; makes the job's secret file in the lab's folder."""
+def job_environments(
+    lab: Lab, ranks_per_host: int, hosts: Sequence[int] = ()
+) -> list[tuple[int, dict[str, str]]]:
+    """Host and environment of each rank; makes the job's secret file in the lab's folder.
+
+    `hosts` are the job's, in the order of ranks; all of the lab's if there are none.
+    """
+    hosts = hosts or range(lab.plan.hosts)
     secret = lab.folder / "secret"
     if not secret.exists():
         handle = os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as file:
             file.write(secrets.token_urlsafe(32))
-    world_size = lab.plan.hosts * ranks_per_host
-    master = lab.plan.address(0)
+    world_size = len(hosts) * ranks_per_host
+    master = lab.plan.address(hosts[0])
     shared = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": master,
@@ -34,7 +40,7 @@ def job_environments(lab: Lab, ranks_per_host: int) -> list[tuple[int, dict[str,
     ranks = []
     for rank in range(world_size):
         host, local = divmod(rank, ranks_per_host)
-        ranks.append((host, {**shared, "RANK": str(rank), "LOCAL_RANK": str(local)}))
+        ranks.append((hosts[host], {**shared, "RANK": str(rank), "LOCAL_RANK": str(local)}))
     return ranks
 
 

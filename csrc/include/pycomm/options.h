@@ -53,10 +53,12 @@ struct Options {
   // A UDP socket for each: the address it is bound to and what peers are told, both empty for the
   // general ones.
   std::vector<std::pair<std::string, std::string>> quic_paths = {{}};
-  bool quic_uses_cubic = false;         // instead of BBR
-  std::uint64_t quic_mtu_max = 1472;    // largest UDP payload that is tried
-  std::string quic_keylog;                   // file for the keys of all connections; empty: none
-  std::string quic_qlog_folder;              // for a trace of each connection; empty: none
+  bool quic_uses_cubic = false;       // instead of BBR
+  std::uint64_t quic_mtu_max = 1472;  // largest UDP payload that is tried
+  enum class QuicCrypto : std::uint8_t { kAny, kOpenssl, kIpsecMb };
+  QuicCrypto quic_crypto = QuicCrypto::kAny;
+  std::string quic_keylog;              // file for the keys of all connections; empty: none
+  std::string quic_qlog_folder;         // for a trace of each connection; empty: none
   bool allow_public_plaintext = false;  // plain TCP between public addresses
   std::string flight_recorder_folder;   // where a failure dumps to; empty: nowhere
 

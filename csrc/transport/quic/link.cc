@@ -88,9 +88,9 @@ class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
     }
     bool sent = false;
     for (Path& path : paths_) {
-      const std::uint64_t before = path.session->counters().packets_sent;
+      const std::uint64_t before = path.session->packets_sent();
       path.is_blocked = !path.endpoint->flush(*path.session, now);
-      sent |= path.session->counters().packets_sent != before;
+      sent |= path.session->packets_sent() != before;
     }
     leave_out_failed();
     return received || placed || sent;

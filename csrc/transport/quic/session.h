@@ -84,6 +84,7 @@ class Session final : public RecoveryListener, public StreamPath {
 
   const Recovery& recovery() const { return *recovery_; }
   SessionCounters counters() const;
+  std::uint64_t packets_sent() const { return counters_.packets_sent; }
   std::uint64_t mtu() const { return mtu_.current(); }
   const char* crypto_library() const { return protection_->library(); }
 

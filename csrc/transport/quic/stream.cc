@@ -81,10 +81,11 @@ TimeNs Stream::longest_round_trip() const {
 // A sender that finds its rate sends up to three times as much in the next round trip, and what it
 // may send then has to be on its way to it a round trip before.
 void Stream::grow_window(TimeNs now) {
-  const TimeNs took = now - window_grown_at_;
-  if (took < longest_round_trip()) return;
+  const TimeNs trip = longest_round_trip();
+  grow_at_ = now + trip;
+  const double took = static_cast<double>(std::max<TimeNs>(now - window_grown_at_, 1));
   const double per_trip = static_cast<double>(consumed() - window_grown_offset_) *
-                          static_cast<double>(longest_round_trip()) / static_cast<double>(took);
+                          std::min(1.0, static_cast<double>(trip) / took);
   const auto wanted = static_cast<std::uint64_t>(kWindowTrips * per_trip);
   receive_window_ = std::min(std::max(receive_window_, wanted), receive_window_max_);
   window_grown_at_ = now;
@@ -106,7 +107,7 @@ void Stream::on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes,
   const std::uint64_t after = consumed();
   if (after == before) return;
   sink_.on_prefix(after);
-  grow_window(now);
+  if (now >= grow_at_) grow_window(now);
 }
 
 }  // namespace pycomm::transport::quic

@@ -95,7 +95,7 @@ class Stream {
   IntervalSet resend_, acked_, received_;
   std::uint64_t settled_ = 0;
   std::uint64_t receive_window_ = 0;
-  base::TimeNs window_grown_at_ = 0;
+  base::TimeNs window_grown_at_ = 0, grow_at_ = 0;
   std::uint64_t window_grown_offset_ = 0;
 };
 
