@@ -48,14 +48,21 @@ sanitize() {
 
 fuzz() {
   local seconds=${FUZZ_SECONDS:-20} name
-  mkdir -p build/fuzz
+  local flags="-std=c++20 -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+  flags+=" -DPYCOMM_VERSION=\"fuzz\" -Icsrc -Icsrc/include -Itests/cpp"
+  local compile="$(command -v ccache) clang++-14 $flags"
+  mkdir -p build/fuzz/objects
+  # What is fuzzed is compiled once, for all.
+  printf '%s\n' csrc/base/*.cc csrc/transport/*.cc csrc/transport/tcp/membership.cc \
+    csrc/communicator/hello.cc csrc/transport/quic/{session*,stream,qlog,recovery,protection,bbr,cubic}.cc \
+    csrc/lab/link_model.cc csrc/platform/{crypto,aead,aead_ipsec_mb,openssl,udp,system}.cc |
+    xargs -P 2 -I{} sh -c "$compile -fsanitize=fuzzer-no-link -c {} -o build/fuzz/objects/\$(echo {} | tr / _).o" ||
+    return 1
   for name in message_core hello membership quic; do
     mkdir -p build/fuzz/corpus_$name
-    clang++-14 -std=c++20 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-      -DPYCOMM_VERSION='"fuzz"' -Icsrc -Icsrc/include -Itests/cpp tests/cpp/fuzz_$name.cc \
-      csrc/base/*.cc csrc/transport/*.cc csrc/transport/tcp/membership.cc csrc/communicator/hello.cc \
-      csrc/transport/quic/{session*,recovery,protection,bbr,cubic}.cc csrc/lab/link_model.cc \
-      csrc/platform/{crypto,aead,aead_ipsec_mb,openssl}.cc -o build/fuzz/$name -ldl -pthread || return 1
+    # shellcheck disable=SC2086
+    clang++-14 $flags -fsanitize=fuzzer tests/cpp/fuzz_$name.cc build/fuzz/objects/*.o \
+      -o build/fuzz/$name -ldl -pthread || return 1
     build/fuzz/$name -max_total_time="$seconds" -max_len=8192 -timeout=10 -verbosity=0 \
       -print_final_stats=1 build/fuzz/corpus_$name 2>&1 | grep -E "ERROR|SUMMARY|number_of_executed" ||
       true
