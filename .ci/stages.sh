@@ -35,8 +35,12 @@ train_tests() { python -m pytest tests/train; }
 # Hosts that are network namespaces; without root they are skipped, with the reason.
 host_tests() { python -m pytest tests/hosts; }
 
-# Thirty deaths at random moments, saves included; not part of a test run.
-soak() { TRAIN_KILLS=${TRAIN_KILLS:-30} python -m pytest -q tests/train/test_run.py -k killed --timeout 3000; }
+# Thirty deaths at random moments, saves included, and the trainer's page with its whole first run;
+# not part of a test run.
+soak() {
+  TRAIN_KILLS=${TRAIN_KILLS:-30} python -m pytest -q tests/train/test_run.py -k killed --timeout 3000 &&
+    TRAIN_WHOLE_PAGE=1 python -m pytest -q tests/train/test_docs.py
+}
 
 sanitize() {
   local kind

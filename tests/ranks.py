@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -16,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from pycomm.control.certificates import Authority
 
 
 @dataclass
@@ -30,6 +35,18 @@ class Outcome:
     def expect_all_ok(self) -> None:
         assert not self.errors, "\n".join(f"rank {r}: {e}" for r, e in self.errors.items())
         assert all(code == 0 for code in self.exit_codes), self.exit_codes
+
+
+TRANSPORTS = ["shm", "tcp", "quic"]
+
+
+@functools.cache
+def certificates() -> Path:
+    """A folder of certificates for any rank, made once a test run and removed after it."""
+    folder = Path(tempfile.mkdtemp(prefix="pycomm-test-certs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    Authority.create(folder / "ca", "tests").issue(folder / "any")
+    return folder / "any"
 
 
 def run_ranks(
@@ -50,8 +67,12 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="pycomm-test-") as folder:
         store = str(Path(folder) / "store")
 
+        settings = dict(env or {})
+        if settings.get("PYCOMM_TRANSPORT") == "quic":
+            settings["PYCOMM_CERTS"] = str(certificates())
+
         def entry(rank: int) -> None:
-            os.environ.update(env or {})
+            os.environ.update(settings)
             if before is not None:
                 before(rank)
             torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import TRANSPORTS, run_ranks
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -194,7 +194,7 @@ def test_uneven_all_to_all(world_size: int) -> None:
     run_ranks(body, world_size).expect_all_ok()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_coalesced_forms_and_the_coalescing_manager(transport: str) -> None:
     def body(rank: int, world: int) -> None:
         sizes = [5, 3000, 1]
@@ -233,7 +233,7 @@ def test_coalesced_forms_and_the_coalescing_manager(transport: str) -> None:
     run_ranks(body, 3, env={"PYCOMM_TRANSPORT": transport}).expect_all_ok()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sends_and_receives_with_tags_and_any_source(transport: str) -> None:
     def body(rank: int, world: int) -> None:
         for size in (0, 1, 60_000):
@@ -352,7 +352,7 @@ def test_sixteen_bit_floats_are_added_in_float32() -> None:
         run_ranks(body, 8, env={"PYCOMM_TRANSPORT": transport}).expect_all_ok()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_deterministic_bits_do_not_depend_on_buckets(transport: str) -> None:
     count = 50_000
 
@@ -384,7 +384,7 @@ def test_deterministic_bits_do_not_depend_on_buckets(transport: str) -> None:
         assert len(set(first[start : start + 5])) == 1
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("count", [3, 50_000])
 def test_lists_that_share_tensors_are_as_right_as_others(count: int, transport: str) -> None:
     def body(rank: int, world: int) -> None:

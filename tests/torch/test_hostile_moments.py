@@ -14,9 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
-
-TRANSPORTS = ["shm", "tcp"]
+from tests.ranks import TRANSPORTS, run_ranks
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks import run_ranks
+from tests.ranks import TRANSPORTS, run_ranks
 
-TRANSPORTS = ["shm", "tcp"]
 SIZES = [2, 150_000]
 
 
@@ -69,8 +68,9 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, int, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize(
+    ("count", "transport"), [(n, t) for n in SIZES for t in TRANSPORTS if t != "quic" or n > 2]
+)
 def test_a_death_in_any_operation_is_named_within_a_second(count: int, transport: str) -> None:
     generator = random.Random(f"{transport}{count}")
     for name, operation in OPERATIONS.items():
@@ -169,6 +169,7 @@ def test_different_operations_are_named_and_a_new_group_works(transport: str) ->
         for first, second in pairs:
             group = dist.new_group()
             dist.barrier(group)  # a rank still joining would learn of the failure there
+            time.sleep(0.1)  # and so would one that this rank's last word has not reached yet
             previous = dist.group.WORLD
             dist.distributed_c10d.GroupMember.WORLD = group
             try:

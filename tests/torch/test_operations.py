@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import TRANSPORTS, run_ranks
 
 DTYPES = [
     torch.float64,
@@ -22,7 +22,6 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
-TRANSPORTS = ["shm", "tcp"]
 
 
 def value(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:

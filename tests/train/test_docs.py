@@ -1,4 +1,7 @@
-"""docs/train.md: every command on it runs as it is written."""
+"""docs/train.md: every command on it runs as it is written.
+
+But for the first run, which is cut short unless TRAIN_WHOLE_PAGE=1 (`make soak`): it takes minutes.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "train.md").read_text()
 BIN = Path(sys.executable).parent
 INSTALLS = "pip install '.[train]'"
+FIRST, SHORT_STEPS = "pycomm train --nproc 2", 60
 
 
 def blocks(language: str) -> list[str]:
@@ -48,11 +52,13 @@ def test_the_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
         "PYCOMM_SSH": str(shell),
     }
     environment.pop("OMP_NUM_THREADS", None)
+    is_whole = os.environ.get("TRAIN_WHOLE_PAGE") == "1"
     said = {}
     assert len(commands()) >= 15
     for line in commands():
+        short = ["--steps", str(SHORT_STEPS)] if line == FIRST and not is_whole else []
         done = subprocess.run(
-            shlex.split(line),
+            [*shlex.split(line), *short],
             cwd=tmp_path,
             env=environment,
             stdout=subprocess.PIPE,
@@ -63,22 +69,26 @@ def test_the_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}"
         said[line] = done.stdout
-    check_the_first_run(tmp_path, said["pycomm train --nproc 2"])
+    check_the_first_run(tmp_path, said[FIRST], is_whole=is_whole)
     assert any("going on after step 20" in text for text in said.values())
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     steps = (tmp_path / "llama" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in steps] == list(range(1, 35))
 
 
-def check_the_first_run(folder: Path, said: str) -> None:
+def check_the_first_run(folder: Path, said: str, *, is_whole: bool) -> None:
     """It beats a bigram model on text that it has not seen, and writes something like Python."""
     about = json.loads((folder / "run" / "about.json").read_text())
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert records[-1]["validation_loss"] < about["bigram_loss"] - 0.2
-    assert sum(record["seconds"] for record in records) < 300
     sample = (folder / "run" / "sample.txt").read_text()
     assert sample in said
+    if not is_whole:
+        assert len(records) == SHORT_STEPS
+        assert records[-1]["validation_loss"] < records[0]["loss"] - 2
+        return
+    assert records[-1]["validation_loss"] < about["bigram_loss"] - 0.2
+    assert sum(record["seconds"] for record in records) < 300
     words = r"\b(?:self|def|return|import|if|for|in|not|None|class|is|raise|else)\b"
     assert len(re.findall(words, sample)) >= 3, sample
     assert re.search(r"\n {4}", sample), sample
