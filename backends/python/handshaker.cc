@@ -42,6 +42,7 @@ HandedOver state_of(const py::dict& d) {
   take("sent_bytes", &s.sent_bytes);
   take("stream_send_max", &s.stream_send_max);
   take("datagram_bytes_max", &s.datagram_bytes_max);
+  take("udp_payload_max", &s.udp_payload_max);
   take("idle_timeout_ms", &s.idle_timeout_ms);
   take("ack_delay_exponent", &s.ack_delay_exponent);
   take("ack_delay_max_ms", &s.ack_delay_max_ms);

@@ -15,8 +15,13 @@ from typing import Any
 import aioquic
 from aioquic._buffer import Buffer
 from aioquic.quic.connection import QuicConnection, QuicConnectionState
-from aioquic.quic.packet import QuicPacketType, QuicProtocolVersion, pull_quic_header
-from aioquic.tls import CipherSuite, Epoch
+from aioquic.quic.packet import (
+    QuicPacketType,
+    QuicProtocolVersion,
+    pull_quic_header,
+    pull_quic_transport_parameters,
+)
+from aioquic.tls import CipherSuite, Epoch, ExtensionType
 from cryptography import x509
 
 AIOQUIC_VERSION = "1.7.2"
@@ -166,6 +171,15 @@ def is_quiet(connection: QuicConnection) -> bool:
     )
 
 
+def udp_payload_max(connection: QuicConnection) -> int:
+    """The largest UDP payload that the peer takes (RFC 9000 section 18.2); 0: it did not say."""
+    tls: Any = connection.tls
+    for kind, data in tls.received_extensions or []:
+        if kind == ExtensionType.QUIC_TRANSPORT_PARAMETERS:
+            return pull_quic_transport_parameters(Buffer(data=data)).max_udp_payload_size or 0
+    return 0
+
+
 def export_state(connection: QuicConnection) -> dict[str, Any]:
     """What the core needs to carry the connection on (pycomm/handshaker.h); aioquic must never send
     on it again.
@@ -217,6 +231,7 @@ def export_state(connection: QuicConnection) -> dict[str, Any]:
         "sent_bytes": private._remote_max_data_used,
         "stream_send_max": remote_stream,
         "datagram_bytes_max": private._remote_max_datagram_frame_size or 0,
+        "udp_payload_max": udp_payload_max(connection),
         "idle_timeout_ms": round(1000 * idle_s),
         "ack_delay_exponent": private._remote_ack_delay_exponent,
         "ack_delay_max_ms": round(1000 * private._loss.max_ack_delay),

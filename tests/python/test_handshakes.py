@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aioquic.quic import connection
 from aioquic.tls import AlertDescription
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -117,6 +118,25 @@ def test_reset_tokens_of_both_sides_follow_from_their_keys(certs: Path) -> None:
         for cid, token in told.items():
             assert token == private.reset_token(b"the key of " + who.encode(), cid)
         assert set(told) <= {cid for _, cid, _ in own["own_ids"]}
+
+
+def test_the_largest_payload_that_a_peer_takes_is_handed_over(certs: Path) -> None:
+    server = Handshaker(options_of(certs, "server"))
+    client = Handshaker(options_of(certs, "client"))
+    # aioquic says none itself: the server's parameters are given one on their way to the client.
+    limit = 1_300
+    encode = connection.push_quic_transport_parameters
+
+    def encode_with_limit(buffer: Any, parameters: Any) -> None:
+        parameters.max_udp_payload_size = limit
+        encode(buffer, parameters)
+
+    with pytest.MonkeyPatch.context() as patch:
+        connect(client)
+        patch.setattr(connection, "push_quic_transport_parameters", encode_with_limit)
+        mine, theirs = converse(client, server)
+    assert mine[0]["udp_payload_max"] == limit
+    assert theirs[0]["udp_payload_max"] == 0
 
 
 def test_a_certificate_for_clients_alone_is_refused(certs: Path, tmp_path: Path) -> None:
