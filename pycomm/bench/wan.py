@@ -62,7 +62,7 @@ def start_pair(
 
 
 def result_of(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> dict[str, Any]:
-    """What rank 0 printed last.
+    """What rank 0 printed last, and as its `other` what rank 1 did.
 
     Raises:
         RuntimeError: a rank failed; with what it said.
@@ -70,7 +70,8 @@ def result_of(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> dict[st
     said = [process.communicate(timeout=timeout_s)[0].decode() for process in ranks]
     if any(process.returncode for process in ranks):
         raise RuntimeError(f"{ranks[0].args!r}: {said[0][-1000:]}\n{said[1][-1000:]}")
-    return dict(json.loads(said[0].splitlines()[-1]))
+    mine, other = (json.loads(text.splitlines()[-1]) for text in said)
+    return {**mine, "other": other}
 
 
 def run_pair(lab: Lab, command: list[str], timeout_s: float, **settings: str) -> dict[str, Any]:
@@ -113,6 +114,7 @@ def measure_path(case: PathCase, rounds: int, seconds: float, certs: Path) -> di
     """Goodput of each kind of stream, Mbit/s, a value a round; the longest queue under QUIC."""
     result: dict[str, Any] = {name: [] for name in _STREAMS}
     result["queue_ms"] = []
+    result["queue_at_end_ms"] = []
     for _ in range(rounds):
         for name in _STREAMS:
             with Lab(LabPlan(hosts=2, wan=case.wan)) as lab:
@@ -122,6 +124,8 @@ def measure_path(case: PathCase, rounds: int, seconds: float, certs: Path) -> di
                     said = run_pair(lab, command, total + 60, **_quic(certs))
                     towards = next(row for row in lab.report() if row["from"] == 1)
                     result["queue_ms"].append(towards["queue_ns_max"] / 1e6)
+                    rtt_ms = said["other"]["paths"][0]["rtt_s"] * 1e3
+                    result["queue_at_end_ms"].append(rtt_ms - case.wan.rtt_ms)
                 else:
                     command = _tcp_pour(case.wan, total, name.split()[1])
                     said = run_pair(lab, command, total + 60)
@@ -152,7 +156,8 @@ def _path_row(case: PathCase, result: dict[str, Any]) -> str:
         f"| {wan.rate_mbit:g} | {wan.rtt_ms:g} | {wan.loss * 100:g} | {quic:.0f} "
         f"| {median(result['tcp cubic']):.0f} | {median(result['tcp bbr']):.0f} "
         f"| {quic / net:.2f} ({min(result['quic']) / net:.2f}-{max(result['quic']) / net:.2f}) "
-        f"| {case.goal:.2f} | {median(result['queue_ms']):.0f} |"
+        f"| {case.goal:.2f} | {median(result['queue_ms']):.0f} "
+        f"| {median(result['queue_at_end_ms']):.0f} |"
     )
 
 
@@ -221,10 +226,11 @@ One way, Mbit/s of the user's bytes over {seconds:g} s after {_WARMUP_S:g} s of 
 of {rounds} rounds. The path's rate counts whole IP packets, its queue holds one round trip. TCP is
 a plain stream without encryption, with two bandwidth-delay products of socket buffer at each end.
 "share" is QUIC's over what the rate leaves for the user's bytes after IP's, UDP's and QUIC's
-headers, with the range over rounds.
+headers, with the range over rounds. The longest queue is the relay's, start-up included; "at the
+end" is what the sender's smoothed round trip then has above the path's.
 
-| rate | RTT ms | loss % | QUIC | TCP CUBIC | TCP BBR | share | goal | longest queue, ms |
-|---|---|---|---|---|---|---|---|---|"""
+| rate | RTT ms | loss % | QUIC | TCP CUBIC | TCP BBR | share | goal | longest queue, ms | at the end |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
 _SHARING_HEAD = f"""

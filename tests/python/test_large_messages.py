@@ -10,6 +10,7 @@ import pytest
 
 import pycomm
 from tests.python.test_communicator import run_ranks
+from tests.ranks import certificates
 
 BYTES = (1 << 32) + 12_345_677
 
@@ -40,3 +41,25 @@ def test_messages_above_four_gibibytes(transport: str, tmp_path: Path) -> None:
     sums = [3 * (i + 1) for i in range(len(places))]
     results = run_ranks(body, 2, tmp_path, settings={"TRANSPORT": transport})
     assert results == [[*sums, *sums, len(places)]] * 2
+
+
+@asked_for
+@pytest.mark.timeout(300)
+def test_a_quic_stream_above_four_gibibytes(tmp_path: Path) -> None:
+    count = (64 << 20) // 8
+
+    def body(comm: pycomm.Communicator) -> bool:
+        data = np.arange(count)
+        is_right = True
+        for _ in range(BYTES // data.nbytes + 1):
+            if comm.rank == 0:
+                comm.send(data, 1)
+                data += 1
+            else:
+                expected = int(data[0])
+                comm.recv(data, 0)
+                is_right &= int(data[0]) >= expected and bool((np.diff(data) == 1).all())
+        return is_right and int(data[0]) >= BYTES // data.nbytes
+
+    settings = {"TRANSPORT": "quic", "CERTS": str(certificates())}
+    assert run_ranks(body, 2, tmp_path, settings=settings) == [True, True]
