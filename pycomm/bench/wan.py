@@ -226,10 +226,10 @@ One way, Mbit/s of the user's bytes over {seconds:g} s after {_WARMUP_S:g} s of 
 of {rounds} rounds. The path's rate counts whole IP packets, its queue holds one round trip. TCP is
 a plain stream without encryption, with two bandwidth-delay products of socket buffer at each end.
 "share" is QUIC's over what the rate leaves for the user's bytes after IP's, UDP's and QUIC's
-headers, with the range over rounds. The longest queue is the relay's, start-up included; "at the
+headers, with the range over rounds. The longest queue is the relay's, start-up included; "at
 end" is what the sender's smoothed round trip then has above the path's.
 
-| rate | RTT ms | loss % | QUIC | TCP CUBIC | TCP BBR | share | goal | longest queue, ms | at the end |
+| rate | RTT ms | loss % | QUIC | TCP CUBIC | TCP BBR | share | goal | longest queue, ms | at end |
 |---|---|---|---|---|---|---|---|---|---|"""
 
 

@@ -160,13 +160,12 @@ double seconds(std::uint64_t bytes, const std::vector<lab::LinkShape>& shapes) {
 }
 
 TEST(QuicPaths, RatesAddUp) {
-  constexpr std::uint64_t kBytes = 40'000'000;
-  const double one = seconds(kBytes, {wan(10, 100)});
-  EXPECT_LT(seconds(kBytes, {wan(10, 100), wan(10, 100)}), 0.6 * one);
-  // 40 MB are 320 Mbit.
-  EXPECT_LT(seconds(kBytes, {wan(10, 200), wan(80, 50)}), 320.0 / 250 / 0.8);
-  EXPECT_LT(seconds(kBytes, {wan(20, 100), wan(20, 100), wan(20, 100), wan(20, 20)}),
-            320.0 / 320 / 0.75);
+  constexpr std::uint64_t kBytes = 10'000'000;
+  const double one = seconds(kBytes, {wan(10, 25)});
+  EXPECT_LT(seconds(kBytes, {wan(10, 25), wan(10, 25)}), 0.6 * one);
+  // 10 MB are 80 Mbit.
+  EXPECT_LT(seconds(kBytes, {wan(10, 50), wan(80, 12.5)}), 80.0 / 62.5 / 0.8);
+  EXPECT_LT(seconds(kBytes, {wan(20, 25), wan(20, 25), wan(20, 25), wan(20, 5)}), 80.0 / 80 / 0.75);
 }
 
 TEST(QuicPaths, WhatIsShortIsNotHeldUpByAFarPath) {
@@ -178,16 +177,16 @@ TEST(QuicPaths, WhatIsShortIsNotHeldUpByAFarPath) {
 
 TEST(QuicPaths, APathThatFailsLosesNothing) {
   for (const std::size_t dead : {0, 1}) {
-    Paths paths(40'000'000, {wan(20, 100), wan(40, 100)});
+    Paths paths(10'000'000, {wan(20, 25), wan(40, 25)});
     paths.at(kSecond, [&] {
-      lab::LinkShape hole = wan(20, 100);
+      lab::LinkShape hole = wan(20, 25);
       hole.loss = 1;
       paths.set_shape(dead, hole);
     });
     const double took = paths.run(60 * kSecond);
     EXPECT_TRUE(paths.is_right());
     // A second of both, the rest over one; soon enough that nobody waits for the path's end.
-    EXPECT_LT(took, 1.0 + 220.0 / 100 / 0.8);
+    EXPECT_LT(took, 1.0 + 55.0 / 25 / 0.8);
     EXPECT_GT(took, 2.0);
     // It is given up in the end, and the other is not.
     EXPECT_EQ(paths.num_paths(0), 2u);
@@ -195,22 +194,22 @@ TEST(QuicPaths, APathThatFailsLosesNothing) {
 }
 
 TEST(QuicPaths, APathThatComesBackCarriesAgain) {
-  Paths paths(80'000'000, {wan(20, 100), wan(20, 100)});
-  lab::LinkShape hole = wan(20, 100);
+  Paths paths(20'000'000, {wan(20, 25), wan(20, 25)});
+  lab::LinkShape hole = wan(20, 25);
   hole.loss = 1;
   paths.at(kSecond, [&] {
     paths.set_shape(0, hole);
-    paths.at(kSecond, [&] { paths.set_shape(0, wan(20, 100)); });
+    paths.at(kSecond, [&] { paths.set_shape(0, wan(20, 25)); });
   });
   const double took = paths.run(60 * kSecond);
   EXPECT_TRUE(paths.is_right());
-  // Of 640 Mbit both carry 200 in the first second, one 100 in the next, and both the rest.
-  EXPECT_LT(took, 2.0 + 340.0 / 200 / 0.6);
+  // Of 160 Mbit both carry 50 in the first second, one 25 in the next, and both the rest.
+  EXPECT_LT(took, 2.0 + 85.0 / 50 / 0.6);
 }
 
 TEST(QuicPaths, ADeadPathIsLeftOutAndTheRestGoesOn) {
-  Paths paths(600'000'000, {wan(20, 100), wan(20, 200)});
-  lab::LinkShape hole = wan(20, 100);
+  Paths paths(60'000'000, {wan(20, 10), wan(20, 20)});
+  lab::LinkShape hole = wan(20, 25);
   hole.loss = 1;
   paths.at(kSecond, [&] { paths.set_shape(0, hole); });
   EXPECT_GT(paths.run(60 * kSecond), 0);
@@ -221,8 +220,8 @@ TEST(QuicPaths, ADeadPathIsLeftOutAndTheRestGoesOn) {
 TEST(QuicPaths, RanksThatWaitForEachOtherGoOnWhenAPathIsCut) {
   for (std::uint64_t seed = 1; seed <= 8; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    Paths paths(60'000'000, {wan(20, 200), wan(20, 200)}, seed, 600'000);
-    lab::LinkShape hole = wan(20, 200);
+    Paths paths(15'000'000, {wan(20, 50), wan(20, 50)}, seed, 150'000);
+    lab::LinkShape hole = wan(20, 50);
     hole.loss = 1;
     paths.at(kSecond + static_cast<TimeNs>(seed) * 7 * kMs,
              [&] { paths.set_shape(seed % 2, hole); });
