@@ -91,7 +91,7 @@ void send_until_told(int fd, const sockaddr_in& to, std::uint64_t payload,
       at += clear;
       ++number;
     }
-    sendmsg(fd, &message, 0);
+    if (sendmsg(fd, &message, 0) < 0) return;  // no GSO here: nothing arrives
   }
 }
 

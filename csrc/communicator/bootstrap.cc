@@ -53,9 +53,10 @@ class Connector {
   Status accept_higher() {
     for (;;) {
       Rank missing = kNoRank;
+      bool awaits_paths = false;
       for (Rank peer = gathering_.rank + 1; peer < size(); ++peer) {
         if (gathering_.engine.find_link(hello(peer).process_id)) {
-          if (quic_.awaits_paths(hello(peer))) missing = peer;
+          awaits_paths |= quic_.awaits_paths(hello(peer));
           continue;
         }
         missing = peer;
@@ -65,8 +66,8 @@ class Connector {
           if (!status.is_ok()) log_refusal("an early connection", status);
         }
       }
-      if (missing == kNoRank) return Status();
-      if (real_clock().now_ns() > gathering_.deadline) {
+      if (missing == kNoRank && !awaits_paths) return Status();
+      if (missing != kNoRank && real_clock().now_ns() > gathering_.deadline) {
         return Status::error(StatusCode::kTimeout,
                              "rank " + std::to_string(missing) + " did not connect in time",
                              missing);
@@ -298,9 +299,15 @@ Result<std::vector<std::shared_ptr<CoreLink>>> connect_all(const Gathering& gath
   PYCOMM_RETURN_IF_ERROR(connector.accept_higher());
   std::vector<std::shared_ptr<CoreLink>> links;
   for (std::size_t r = 0; r < gathering.hellos.size(); ++r) {
-    links.push_back(static_cast<Rank>(r) == gathering.rank
+    const auto rank = static_cast<Rank>(r);
+    links.push_back(rank == gathering.rank
                         ? nullptr
                         : gathering.engine.find_link(gathering.hellos[r].process_id));
+    if (rank != gathering.rank && links.back() == nullptr) {
+      return Status::error(
+          StatusCode::kPeerLost,
+          "the connection to rank " + std::to_string(r) + " failed while others were made", rank);
+    }
   }
   return links;
 }

@@ -46,8 +46,7 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
                       : options.shm_disabled ? "PYCOMM_SHM_DISABLE=1"
                                              : engine.shm_refusal();
   for (std::size_t i = 0; options.tls.is_set() && i < engine.quic().size(); ++i) {
-    hello.quic_paths.push_back({i < options.quic_paths.size() ? options.quic_paths[i].second : "",
-                                engine.quic()[i]->port()});
+    hello.quic_paths.push_back({engine.quic_told()[i], engine.quic()[i]->port()});
   }
   hello.quic_refusal = engine.quic_refusal();
   hello.local_name = engine.local_name();

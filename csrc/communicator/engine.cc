@@ -108,7 +108,12 @@ Status Engine::start(const Options& options) {
   tcp_listener_ = std::move(tcp).value();
   forget_after_fork(local_listener_.get());
   forget_after_fork(tcp_listener_.fd.get());
-  PYCOMM_RETURN_IF_ERROR(start_quic(options));
+  if (const Status status = start_quic(options); !status.is_ok()) {
+    forget_no_more(local_listener_.get());
+    forget_no_more(tcp_listener_.fd.get());
+    for (const auto& endpoint : quic_) forget_no_more(endpoint->fd());
+    return status;
+  }
   progress_thread_ = std::thread([this] { progress_loop(); });
   return Status();
 }

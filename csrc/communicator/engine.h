@@ -66,6 +66,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::string& local_secret() const { return local_secret_; }
   // One endpoint for each of Options::quic_paths; none where there is no QUIC.
   const std::vector<std::shared_ptr<transport::quic::Endpoint>>& quic() const { return quic_; }
+  // What peers are told for each; empty: the general address.
+  const std::vector<std::string>& quic_told() const { return quic_told_; }
+  // Why there is none, or fewer.
   const std::string& quic_refusal() const { return quic_refusal_; }
   // Endpoints, and links of theirs, are used under this lock.
   template <class F>
@@ -183,6 +186,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Addresses addresses_;
   platform::TcpListener tcp_listener_;
   std::vector<std::shared_ptr<transport::quic::Endpoint>> quic_;
+  std::vector<std::string> quic_told_;
   std::string quic_refusal_;
   std::mutex creation_mutex_;
   Crowding crowding_;

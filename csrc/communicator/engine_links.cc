@@ -2,6 +2,7 @@
 // it.
 #include <algorithm>
 
+#include "base/log.h"
 #include "communicator/engine.h"
 #include "communicator/fork_guard.h"
 #include "platform/crypto.h"
@@ -46,13 +47,17 @@ Status Engine::start_quic(const Options& options) {
     auto quic = transport::quic::Endpoint::open(bound.empty() ? addresses_.listen : bound,
                                                 options.ports.first, options.ports.last, key);
     if (!quic.is_ok()) {
-      if (options.transport == TransportChoice::kQuic) return quic.status();
       quic_refusal_ = quic.status().message();
-      for (const auto& endpoint : std::exchange(quic_, {})) forget_no_more(endpoint->fd());
-      return Status();
+      base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+                "a path for QUIC is left out: " + quic_refusal_);
+      continue;
     }
     quic_.push_back(std::move(quic).value());
+    quic_told_.push_back(told);
     forget_after_fork(quic_.back()->fd());
+  }
+  if (quic_.empty() && options.transport == TransportChoice::kQuic) {
+    return Status::error(StatusCode::kSystem, "no QUIC: " + quic_refusal_);
   }
   for (const auto& endpoint : quic_) {
     PYCOMM_RETURN_IF_ERROR(poller_.add(endpoint->fd(), kUdpToken));

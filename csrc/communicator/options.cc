@@ -151,7 +151,7 @@ std::string take_quic_paths(const std::string& value, Options& options) {
     if (!platform::UdpPeer::parse(bound, 0).is_ok() || !platform::UdpPeer::parse(told, 0).is_ok()) {
       return "is neither a number nor a list of IPv4 addresses such as 10.0.0.5,10.1.0.5";
     }
-    options.quic_paths.emplace_back(bound, told);
+    options.quic_paths.emplace_back(bound, told == "0.0.0.0" ? "" : told);
     at = end + 1;
   }
   return options.quic_paths.size() <= kMax ? "" : "names more than 8 addresses";

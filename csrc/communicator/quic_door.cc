@@ -25,6 +25,7 @@ using base::TimeNs;
 using platform::real_clock;
 
 constexpr TimeNs kBlockedNs = 4'000'000'000;  // no answer for so long: UDP does not pass
+constexpr TimeNs kBlockedAgainNs = 300'000'000;
 constexpr std::int64_t kNapNs = 200'000;
 constexpr int kRefusalsLogged = 5;
 constexpr std::int64_t kAgainNs = 50'000'000;
@@ -122,22 +123,38 @@ Status QuicDoor::add(const HandedOver& state, std::size_t endpoint) {
   }
   const auto& socket = gathering_.engine.quic()[endpoint];
   Peer& peer = peers_[state.peer_process_id];
+  const Rank rank = gathering_.rank_of(state.peer_process_id);
+  const bool is_expected =
+      rank != kNoRank && static_cast<int>(peer.connected.size()) <
+                             num_paths(gathering_.hellos[static_cast<std::size_t>(rank)]);
+  if (!is_expected) {
+    return Status::error(StatusCode::kInvalidUsage, "it opens more connections than it announced");
+  }
   const TimeNs now = real_clock().now_ns();
-  if (auto first = gathering_.engine.find_link(state.peer_process_id)) {
+  // A link of before is not added to: whoever connects has none any more, and begins a new stream.
+  const auto known = gathering_.engine.find_link(state.peer_process_id);
+  if (known != nullptr && known == peer.link) {
     PYCOMM_RETURN_IF_ERROR(gathering_.engine.with_quic(
-        [&] { return transport::quic::add_path(*first, socket, state, options, now); }));
+        [&] { return transport::quic::add_path(*known, socket, state, options, now); }));
   } else {
     auto link = gathering_.engine.with_quic(
         [&] { return transport::quic::make_link(socket, state, options, now); });
     if (!link.is_ok()) return link.status();
-    PYCOMM_RETURN_IF_ERROR(
-        gathering_.engine.add_link(state.peer_process_id, std::move(link).value()));
+    peer.link = std::move(link).value();
+    PYCOMM_RETURN_IF_ERROR(gathering_.engine.add_link(state.peer_process_id, peer.link));
+    peer.connected.clear();
     peer.first_at = now;
   }
   peer.connected.insert(state.path >= 0 ? state.path
                                         : -1 - static_cast<int>(peer.connected.size()));
   gathering_.engine.kick();  // the peer waits for a first word
   return Status();
+}
+
+void QuicDoor::log_refusal(const std::string& reason) {
+  if (num_refusals_++ >= kRefusalsLogged) return;
+  base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+            "a QUIC connection was refused: " + reason);
 }
 
 // One round: datagrams in, out, and what came of it.
@@ -159,16 +176,14 @@ bool QuicDoor::move() {
     });
     for (const HandedOver& state : handshaker.take_established()) {
       moved = true;
-      if (const Status status = add(state, i); !status.is_ok()) {
-        peers_[state.peer_process_id].failures[state.path] = status.message();
-      }
+      const Status status = add(state, i);
+      if (status.is_ok()) continue;
+      peers_[state.peer_process_id].failures[state.path] = status.message();
+      log_refusal(status.message());
     }
     for (const Handshaker::Failure& failure : handshaker.take_failures()) {
       const bool is_early = failure.reason.find(kNotYet) != std::string::npos;
-      if (!is_early && num_refusals_++ < kRefusalsLogged) {
-        base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
-                  "a QUIC connection was refused: " + failure.reason);
-      }
+      if (!is_early) log_refusal(failure.reason);
       if (!failure.process_id.empty()) {
         peers_[failure.process_id].failures[failure.path] = failure.reason;
       }
@@ -188,6 +203,11 @@ bool QuicDoor::awaits_paths(const Hello& theirs) {
          real_clock().now_ns() < std::min(gathering_.deadline, peer.first_at + kBlockedNs);
 }
 
+// A path that led nowhere to one peer is not waited for again while another serves.
+TimeNs QuicDoor::patience(int path, const Peer& peer) const {
+  return blocked_.contains(path) && !peer.connected.empty() ? kBlockedAgainNs : kBlockedNs;
+}
+
 HandshakeTarget QuicDoor::target(const Hello& theirs, int path) const {
   const UdpAddress& there =
       theirs.quic_paths[static_cast<std::size_t>(path) % theirs.quic_paths.size()];
@@ -200,6 +220,8 @@ HandshakeTarget QuicDoor::target(const Hello& theirs, int path) const {
 }
 
 Status QuicDoor::connect(const Hello& theirs) {
+  if (handshakers_.empty()) PYCOMM_RETURN_IF_ERROR(open());  // a link was there, and failed since
+  if (handshakers_.empty()) return Status::error(StatusCode::kSystem, "there is no QUIC here");
   Peer& peer = peers_[theirs.process_id];
   std::set<int> open;  // paths that may still come
   for (int path = 0; path < num_paths(theirs); ++path) {
@@ -220,6 +242,7 @@ Status QuicDoor::connect(const Hello& theirs) {
   while (!open.empty()) {
     std::erase_if(open, [&](int path) { return peer.connected.contains(path); });
     const TimeNs now = real_clock().now_ns();
+    bool is_early = false;
     for (auto it = open.begin(); it != open.end();) {
       const int path = *it;
       const HandshakeTarget to = target(theirs, path);
@@ -229,12 +252,14 @@ Status QuicDoor::connect(const Hello& theirs) {
         const std::string reason = failure->second;
         peer.failures.erase(failure);
         if (reason.find(kNotYet) != std::string::npos && now < gathering_.deadline) {
-          platform::sleep_ns(kAgainNs);  // it is still about another group
+          is_early = true;  // it is still about another group
           handshaker_of(path).connect(to);
         } else {
           over = Status::error(StatusCode::kInvalidUsage, reason);
         }
-      } else if (now > gathering_.deadline || (!heard.contains(path) && now > start + kBlockedNs)) {
+      } else if (now > gathering_.deadline ||
+                 (!heard.contains(path) && now > start + patience(path, peer))) {
+        blocked_.insert(path);
         over = Status::error(StatusCode::kTimeout, "no QUIC answer from " + to.address.host + ":" +
                                                        std::to_string(to.address.port) +
                                                        " (does a firewall let UDP through?)");
@@ -247,9 +272,13 @@ Status QuicDoor::connect(const Hello& theirs) {
       if (why.is_ok() || over.code() == StatusCode::kInvalidUsage) why = over;
     }
     PYCOMM_RETURN_IF_ERROR(gathering_.meeting.check_now_and_then());
+    if (is_early) platform::sleep_ns(kAgainNs);
     if (!open.empty() && !move()) platform::sleep_ns(kNapNs);
   }
   if (peer.connected.empty()) return why;
+  if (!gathering_.engine.find_link(theirs.process_id)) {
+    return Status::error(StatusCode::kPeerLost, "the connection failed while others were opened");
+  }
   if (!why.is_ok()) {
     base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
               "a path to rank " + std::to_string(gathering_.rank_of(theirs.process_id)) +

@@ -34,9 +34,12 @@ class QuicDoor {
   struct Peer {
     std::set<int> connected;              // paths that are there; of those it opened, -1, -2, ...
     std::map<int, std::string> failures;  // by path
+    std::shared_ptr<transport::CoreLink> link;  // that this door made
     base::TimeNs first_at = 0;
   };
   bool move();
+  void log_refusal(const std::string& reason);
+  base::TimeNs patience(int path, const Peer& peer) const;
   Status add(const HandedOver& state, std::size_t endpoint);
   HandshakeTarget target(const Hello& theirs, int path) const;
   Handshaker& handshaker_of(int path) {
@@ -47,6 +50,7 @@ class QuicDoor {
   const Gathering& gathering_;
   std::vector<std::unique_ptr<Handshaker>> handshakers_;  // by endpoint
   std::map<std::string, Peer> peers_;                     // by process id
+  std::set<int> blocked_;                                 // paths that led nowhere before
   int num_refusals_ = 0;
 };
 

@@ -90,6 +90,8 @@ def picoquic(certs: Path) -> float:
         for command, cpu in zip(commands, _pair(), strict=True)
     ]
     said = [end.communicate(timeout=60)[0] for end in ends]
+    if any(end.returncode for end in ends):
+        raise RuntimeError(f"picoquic: {said}")
     return float(_last_json(said[0])["gbit_per_s"])
 
 
@@ -160,7 +162,7 @@ def section(measured: dict[str, list[float]]) -> list[str]:
         lines.append("| picoquic | not built here (tests/picoquic/build.sh) | |")
     lines += ["", "| ratio within a round | median | quartiles | goal |", "|---|---|---|---|"]
     for top, bottom, goal in _GOALS:
-        if top in measured and bottom in measured:
+        if top in measured and all(measured.get(bottom, [0])):
             ratios = [a / b for a, b in zip(measured[top], measured[bottom], strict=True)]
             low, _, high = quantiles(ratios, n=4)
             lines.append(

@@ -258,12 +258,35 @@ TEST(QuicSession, AStatelessResetIsKnownByItsToken) {
   EXPECT_FALSE(pair.ends[1].session->is_reset_token(bytes));
 }
 
+TEST(QuicSession, APingIsLongEnoughForAStatelessReset) {
+  QuicPair pair(1'000, 0, wan(5, 0));
+  EXPECT_TRUE(pair.run_to_end(20 * kSecond));
+  pair.run(kSecond, [] { return false; });
+  pair.ends[0].session->ping();
+  std::vector<std::uint8_t> batch(64'000);
+  std::size_t size = 0;
+  EXPECT_GT(pair.ends[0].session->send(batch, &size, pair.now), 41u);  // RFC 9000 section 10.3
+}
+
 TEST(QuicSession, AGoodbyeEndsTheOther) {
   QuicPair pair(10, 10, wan(10, 0));
   pair.run_to_end(kSecond);
   pair.ends[0].session->close("done");
   pair.run(kSecond, [] { return false; });
   EXPECT_NE(pair.ends[1].session->failure().message().find("done"), std::string::npos);
+}
+
+TEST(QuicStream, HolesThatNoNetworkMakesAreAViolation) {
+  test::Bulk bulk(0);
+  transport::quic::Stream stream(bulk, bulk, std::uint64_t{1} << 28);
+  std::uint64_t count = 0;
+  for (bool goes_on = true; goes_on; ++count) {
+    const std::uint64_t offset = 2 * count + 1;
+    const std::uint8_t byte = test::Bulk::at(offset);
+    goes_on = stream.on_bytes(offset, {&byte, 1}, 0);
+  }
+  EXPECT_GT(count, 60'000u);  // a whole window of packets, every third lost
+  EXPECT_LT(count, 70'000u);
 }
 
 TEST(QuicQlog, ADiskThatIsFullEndsTheTraceAndNotTheConnection) {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,32 @@ def test_reset_tokens_of_both_sides_follow_from_their_keys(certs: Path) -> None:
         for cid, token in told.items():
             assert token == private.reset_token(b"the key of " + who.encode(), cid)
         assert set(told) <= {cid for _, cid, _ in own["own_ids"]}
+
+
+def test_a_key_log_is_a_plain_file_of_this_users_alone(certs: Path, tmp_path: Path) -> None:
+    def log_to(path: Path) -> Handshaker:
+        return Handshaker(options_of(certs, "client", keylog_file=str(path)))
+
+    link, pipe, twice = tmp_path / "link", tmp_path / "pipe", tmp_path / "twice"
+    link.symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(pipe)
+    (tmp_path / "once").touch()
+    twice.hardlink_to(tmp_path / "once")
+    before = Path("/dev/null").stat().st_mode
+    for path in (link, pipe, twice, Path("/dev/null"), tmp_path / "nowhere" / "keys"):
+        with pytest.raises((OSError, ValueError)):
+            log_to(path)
+    assert Path("/dev/null").stat().st_mode == before
+    assert not (tmp_path / "elsewhere").exists()
+    loose = tmp_path / "keys"
+    loose.touch(0o644)
+    client, server = log_to(loose), Handshaker(options_of(certs, "server"))
+    connect(client)
+    mine, theirs = converse(client, server)
+    assert mine and theirs
+    assert stat.S_IMODE(loose.stat().st_mode) == 0o600
+    lines = loose.read_text().splitlines()
+    assert any(line.startswith("CLIENT_TRAFFIC_SECRET_0 ") for line in lines), lines
 
 
 def test_the_largest_payload_that_a_peer_takes_is_handed_over(certs: Path) -> None:

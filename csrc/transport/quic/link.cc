@@ -25,6 +25,7 @@ constexpr std::uint64_t kCopyBytesMax = 16 * 1024;  // of a frame that is copied
 constexpr std::uint64_t kCopiesBytesMax = 2 << 20;  // of all of them
 constexpr std::uint64_t kPlacedAheadBytes = 16 << 20;
 constexpr std::uint64_t kWindowsAhead = 4;
+constexpr std::size_t kAheadPiecesMax = 1 << 18;  // above the largest window in whole packets
 constexpr TimeNs kRetryNs = 100'000;
 
 std::string text_of(const UdpAddress& address) {
@@ -157,8 +158,11 @@ class QuicLink final : public CoreLink, public StreamSource, public StreamSink {
       offset += part;
       bytes = bytes.subspan(part);
     }
-    if (!bytes.empty())
-      ahead_.emplace(offset, std::vector<std::uint8_t>(bytes.begin(), bytes.end()));
+    if (bytes.empty()) return;
+    if (ahead_.size() >= kAheadPiecesMax) {
+      return fail(Status::error(StatusCode::kInternal, "the peer sends its stream in crumbs"));
+    }
+    ahead_.emplace(offset, std::vector<std::uint8_t>(bytes.begin(), bytes.end()));
   }
 
   void on_prefix(std::uint64_t offset) override {

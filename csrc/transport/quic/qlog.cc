@@ -64,11 +64,12 @@ const char* frame_name(std::uint64_t type) {
 Result<std::shared_ptr<Qlog>> Qlog::open(const std::string& folder, const std::string& name,
                                          bool is_client, TimeNs now) {
   const std::string path = folder + "/" + name + ".sqlog";
-  std::FILE* file = std::fopen(path.c_str(), "wbx");
+  std::FILE* file = std::fopen(path.c_str(), "wbxe");
   if (file == nullptr) {
     return Status::error(StatusCode::kSystem, path + ": " + std::strerror(errno));
   }
-  std::setvbuf(file, nullptr, _IOFBF, kBufferBytes);
+  // Our own buffer: a forked child would write out the library's a second time.
+  std::setvbuf(file, nullptr, _IONBF, 0);
   std::shared_ptr<Qlog> qlog(new Qlog(file, path, is_client, now));
   qlog->write(R"({"qlog_version":"0.3","qlog_format":"JSON-SEQ","title":"pycomm",)"
               R"("trace":{"vantage_point":{"name":"pycomm","type":")" +
@@ -80,15 +81,20 @@ Result<std::shared_ptr<Qlog>> Qlog::open(const std::string& folder, const std::s
 }
 
 Qlog::~Qlog() {
+  flush();
   if (file_ != nullptr) std::fclose(file_);
 }
 
 void Qlog::write(const std::string& record) {
-  if (file_ == nullptr) return;
-  const bool done = std::fputc(kRecordSeparator, file_) != EOF &&
-                    std::fwrite(record.data(), 1, record.size(), file_) == record.size() &&
-                    std::fputc('\n', file_) != EOF;
-  if (done) return;
+  buffer_ += kRecordSeparator;
+  buffer_ += record;
+  buffer_ += '\n';
+  if (buffer_.size() >= kBufferBytes) flush();
+}
+
+void Qlog::flush() {
+  const std::string bytes = std::exchange(buffer_, {});
+  if (file_ == nullptr || std::fwrite(bytes.data(), 1, bytes.size(), file_) == bytes.size()) return;
   base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
             "the trace ends: " + path_ + ": " + std::strerror(errno));
   std::fclose(file_);

@@ -49,12 +49,13 @@ class Qlog {
       : file_(file), path_(std::move(path)), is_client_(is_client), begin_(begin) {}
   void event(const char* name, const std::string& data, base::TimeNs now);
   void write(const std::string& record);
+  void flush();
 
   std::FILE* file_;  // null: the disk is full, say
   const std::string path_;
   const bool is_client_;
   const base::TimeNs begin_;
-  std::string frames_;
+  std::string buffer_, frames_;
   Metrics metrics_;
   std::uint64_t mtu_ = 0, num_key_updates_ = 0;
   bool is_closed_ = false;

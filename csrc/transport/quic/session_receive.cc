@@ -250,7 +250,7 @@ void Session::on_stream(Reader& reader, std::uint64_t type, TimeNs now) {
       offset + bytes + other_received_ > receive_max_ + stream_.receive_window()) {
     return violate("more bytes than it may send");
   }
-  stream_.on_bytes(offset, data, now);
+  if (!stream_.on_bytes(offset, data, now)) return violate("a stream of holes");
   grant();
   if ((type & kStreamFinBit) != 0) fail(StatusCode::kPeerLost, "it ended the stream");
 }

@@ -16,7 +16,8 @@ constexpr std::size_t kAckRangesMax = 24;
 constexpr std::size_t kScratchBytes = 512;    // frames that are not the stream's bytes
 constexpr std::size_t kControlRoom = 160;     // for control frames, at most
 constexpr std::size_t kStreamHeaderMax = 20;  // type, id, offset, length
-constexpr std::size_t kStreamBytesMin = 32;   // less is not worth a frame
+constexpr std::size_t kAnsweredBytesMin = 48;
+constexpr std::size_t kStreamBytesMin = 32;  // less is not worth a frame
 constexpr int kPiecesMax = 8;
 constexpr TimeNs kBurstNs = 1'000'000;
 constexpr std::size_t kBurstBytesMax = 64'000;
@@ -160,8 +161,12 @@ std::size_t Session::send_packet(std::span<std::uint8_t> out, std::size_t size, 
   }
   const std::size_t number_bytes =
       Protection::packet_number_bytes(recovery_->next_number(), recovery_->num_unacked());
-  while (writer.size() + plan.stream_bytes + number_bytes < kPacketNumberBytesMax)
-    writer.fixed(0, 1);
+  if (plan.stream_bytes == 0) {  // PADDING; the stream's bytes follow their frame's header at once
+    // What asks for an answer is long enough to be answered by a stateless reset too.
+    const std::size_t least =
+        plan.elicits ? kAnsweredBytesMin - overhead() : kPacketNumberBytesMax - number_bytes;
+    while (writer.size() < least && writer.left() > 0) writer.fixed(0, 1);
+  }
   iovec pieces[kPiecesMax + 1];
   pieces[0] = {scratch.data(), writer.size()};
   std::copy_n(plan.pieces, plan.num_pieces, pieces + 1);

@@ -9,6 +9,7 @@ using base::TimeNs;
 
 constexpr std::uint64_t kFirstWindow = 1 << 20;
 constexpr double kWindowTrips = 8;
+constexpr std::size_t kHolesMax = 1 << 16;
 
 }  // namespace
 
@@ -92,7 +93,7 @@ void Stream::grow_window(TimeNs now) {
   window_grown_offset_ = consumed();
 }
 
-void Stream::on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes, TimeNs now) {
+bool Stream::on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes, TimeNs now) {
   const std::uint64_t end = offset + bytes.size();
   const std::uint64_t before = consumed();
   // All in order, as ever; nothing lies beyond.
@@ -105,9 +106,10 @@ void Stream::on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes,
   }
   received_.add(offset, end);
   const std::uint64_t after = consumed();
-  if (after == before) return;
+  if (after == before) return received_.num_intervals() <= kHolesMax;
   sink_.on_prefix(after);
   if (now >= grow_at_) grow_window(now);
+  return true;
 }
 
 }  // namespace pycomm::transport::quic

@@ -77,7 +77,8 @@ class Stream {
   bool has_unacked() const { return acked_.contiguous_end(0) < source_.end_offset(); }
 
   // --- receiving
-  void on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes, base::TimeNs now);
+  // False: with more holes than any network makes.
+  bool on_bytes(std::uint64_t offset, std::span<const std::uint8_t> bytes, base::TimeNs now);
   std::uint64_t consumed() const { return received_.contiguous_end(0); }
   // Bytes that the peer may be ahead by: some times what comes in a round trip.
   std::uint64_t receive_window() const { return receive_window_; }
