@@ -264,9 +264,7 @@ class Communicator:
     def peer_stats(self) -> list[dict[str, Any]]:
         """For each other rank: transport, bytes sent, received, copied on the way, and direct.
 
-        Over QUIC, `paths` has a row for each connection, the quickest first: peer (address and
-        port), rtt_s, bandwidth_bytes_per_s as congestion control sees it, bytes_sent (UDP payload),
-        packets_sent, packets_lost, bytes_resent (of the stream), window_bytes, mtu (UDP payload).
+        Over QUIC, `paths` has a row for each connection, the quickest first (docs/wan.md).
         """
         return self._group.peer_stats()
 

@@ -1,6 +1,5 @@
 // A QUIC connection over bad networks, under a virtual clock: everything arrives once and right.
 #include <gtest/gtest.h>
-
 #include <sys/resource.h>
 #include <unistd.h>
 

@@ -92,7 +92,7 @@ struct HandshakerOptions {
   std::string process_id;  // of this process
   std::string reset_key;   // 32 bytes; stateless reset tokens are derived from it
   std::vector<std::pair<std::string, std::string>> expected;  // process id, name
-  std::string keylog_file;    // of mode 0600; empty: no keys are written
+  std::string keylog_file;  // of mode 0600; empty: no keys are written
 };
 
 using HandshakerFactory = std::unique_ptr<Handshaker> (*)(const HandshakerOptions&);

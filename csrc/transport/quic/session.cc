@@ -70,7 +70,7 @@ Result<std::unique_ptr<Session>> Session::create(const HandedOver& state,
   s->ack_delay_exponent_ = state.ack_delay_exponent;
   const std::uint64_t peer_max = state.udp_payload_max == 0 ? UINT64_MAX : state.udp_payload_max;
   s->mtu_.begin(std::min(options.mtu_max, peer_max), now);
-  s->last_received_at_ = now;
+  s->now_ = now;
   s->keep_alive_at_ = now + options.keep_alive_ns;
   s->peer_is_live_ = s->is_heard_ = options.peer_is_stock;
   if (!options.peer_is_stock) s->controls_ |= kHello;
@@ -92,7 +92,7 @@ void Session::fail(StatusCode code, const std::string& reason) {
 void Session::close(const std::string& reason) {
   if (is_closed_) return;
   is_closed_ = true;
-  if (options_.qlog) options_.qlog->closed("we: " + reason, last_received_at_);
+  if (options_.qlog) options_.qlog->closed("we: " + reason, now_);
   owes_close_ = failure_.is_ok();
   close_reason_ = reason;
 }
@@ -155,6 +155,7 @@ TimeNs Session::next_deadline() const {
 }
 
 void Session::on_timer(TimeNs now) {
+  now_ = now;
   if (is_closed_ || !failure_.is_ok()) return;
   if (now >= recovery_->next_timer()) {
     const bool was_full_sized = recovery_->has_outstanding() && mtu_.current() > PathMtu::kBase;
@@ -197,7 +198,7 @@ void Session::on_timer(TimeNs now) {
 void Session::on_packet_acked(std::uint64_t number, const SentPacket& packet) {
   protection_->on_acked(number);
   if (packet.is_mtu_probe) {
-    mtu_.on_probe_acked(packet.bytes, last_received_at_);
+    mtu_.on_probe_acked(packet.bytes, now_);
     recovery_->congestion().set_mtu(mtu_.current());
   }
   if (packet.stream_bytes == 0) return;
@@ -206,9 +207,9 @@ void Session::on_packet_acked(std::uint64_t number, const SentPacket& packet) {
 }
 
 void Session::on_packet_lost(std::uint64_t number, const SentPacket& packet) {
-  if (options_.qlog) options_.qlog->packet_lost(number, last_received_at_);
+  if (options_.qlog) options_.qlog->packet_lost(number, now_);
   if (packet.is_mtu_probe) {
-    mtu_.on_probe_lost(packet.bytes, last_received_at_);
+    mtu_.on_probe_lost(packet.bytes, now_);
     return;
   }
   controls_ |= packet.controls & static_cast<std::uint16_t>(~(kPing | kHello | kPathResponse));

@@ -140,6 +140,7 @@ class Session final : public RecoveryListener, public StreamPath {
   const SessionOptions options_;
   Stream& stream_;
   base::Rng rng_;
+  base::TimeNs now_ = 0;  // of the call in hand
   std::unique_ptr<Protection> protection_;
   std::unique_ptr<Recovery> recovery_;
   PathMtu mtu_;
@@ -153,7 +154,7 @@ class Session final : public RecoveryListener, public StreamPath {
   IntervalSet received_;
   std::uint64_t received_floor_ = 0;  // below it everything counts as received
   std::uint64_t largest_received_ = 0;
-  base::TimeNs largest_received_at_ = 0, last_received_at_ = 0;
+  base::TimeNs largest_received_at_ = 0;
   int num_unacked_eliciting_ = 0;
   base::TimeNs ack_at_ = base::kNever;
   std::uint64_t ecn_counts_[4] = {};

@@ -34,7 +34,7 @@ bool Session::receive(std::span<std::uint8_t> datagram, const UdpAddress& from, 
   }
   ++counters_.packets_received;
   counters_.bytes_received += datagram.size();
-  last_received_at_ = now;
+  now_ = now;
   silent_since_ = base::kNever;
   unreachable_since_ = base::kNever;
   keep_alive_at_ = now + options_.keep_alive_ns;

@@ -75,6 +75,7 @@ std::size_t Session::burst_bytes() const {
 
 std::size_t Session::send(std::span<std::uint8_t> out, std::size_t* packet_bytes, TimeNs now) {
   *packet_bytes = mtu_.current();
+  now_ = now;
   if (owes_close_) {
     owes_close_ = false;
     return *packet_bytes = send_close(out, now);
