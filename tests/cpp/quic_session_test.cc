@@ -155,6 +155,27 @@ TEST(QuicSession, ARebindingGoesUnnoticed) {
   EXPECT_GE(pair.ends[1].session->counters().num_migrations, 3u);
 }
 
+TEST(QuicSession, ARebindingInSilenceIsAnsweredWithinWhatSmallPacketsAllow) {
+  for (std::uint64_t seed = 1; seed <= 10; ++seed) {
+    test::SessionOptions options;
+    options.seed = seed;
+    // The client only listens, in the middle of much from the server, when its address changes and
+    // everything sent to the old one is swallowed.
+    QuicPair pair(0, 20'000'000, wan(20, 0.01, 100), options);
+    pair.run(500 * kMs, [] { return false; });
+    bool is_cut = true;
+    pair.ends[0].address = {"client", 2000};
+    pair.tamper = [&](int from, std::vector<std::uint8_t>&) {
+      return from == 0 || !is_cut || pair.ends[1].session->peer().port == 2000;
+    };
+    pair.ends[0].session->ping();
+    EXPECT_TRUE(pair.run(3 * kSecond, [&] { return pair.ends[0].bulk->prefix() > 8'000'000; }))
+        << "seed " << seed << " " << pair.ends[0].bulk->prefix();
+    EXPECT_TRUE(pair.run_to_end(20 * kSecond));
+    expect_both_done(pair, 0, 20'000'000);
+  }
+}
+
 TEST(QuicSession, APathThatShrinksIsNoticedAndLossAloneIsNot) {
   lab::LinkShape shape = wan(30, 0.05);
   QuicPair lossy(4'000'000, 0, shape);

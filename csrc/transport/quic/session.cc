@@ -149,6 +149,7 @@ TimeNs Session::next_deadline() const {
       std::min({recovery_->next_timer(), ack_at_, keep_alive_at_, hello_at_, path_deadline_});
   if (silent_since_ != base::kNever) at = std::min(at, silent_since_ + options_.peer_timeout_ns);
   if (unreachable_since_ != base::kNever) at = std::min(at, unreachable_since_ + kUnreachableNs);
+  if ((controls_ & (kPathChallenge | kPathResponse)) != 0 && !is_path_exhausted()) return 0;
   if (is_window_open() && !is_path_exhausted() && has_something_to_send())
     at = std::min(at, send_at_);
   return at;

@@ -46,6 +46,9 @@ struct SessionCounters {
   std::uint64_t num_forged = 0, num_key_updates = 0, num_migrations = 0;
 };
 
+inline constexpr std::uint64_t kSmallPacketBytes =
+    96;  // has room for a challenge and some of an ACK
+
 enum class Ecn : std::uint8_t { kNone = 0, kEct1 = 1, kEct0 = 2, kMarked = 3 };
 
 class Session final : public RecoveryListener, public StreamPath {
@@ -119,8 +122,8 @@ class Session final : public RecoveryListener, public StreamPath {
 
   // --- sending (session_send.cc)
   struct Plan;
-  std::size_t send_packet(std::span<std::uint8_t> out, std::size_t size, bool is_probe,
-                          base::TimeNs now);
+  std::size_t send_packet(std::span<std::uint8_t> out, std::size_t size, bool only_acks,
+                          bool is_probe, base::TimeNs now);
   void write_ack(Writer& writer, base::TimeNs now);
   void trace_packet(const Plan& plan, bool has_ack, std::size_t bytes, base::TimeNs now);
   void write_controls(Writer& writer, Plan& plan);
@@ -130,7 +133,8 @@ class Session final : public RecoveryListener, public StreamPath {
   std::size_t send_mtu_probe(std::span<std::uint8_t> out, base::TimeNs now);
   bool has_something_to_send() const;  // acknowledgements aside
   bool is_window_open() const;
-  bool is_path_exhausted() const;  // by the amplification limit
+  std::uint64_t path_budget() const;
+  bool is_path_exhausted() const { return path_budget() < kSmallPacketBytes; }
   std::size_t burst_bytes() const;
   std::size_t overhead() const;
 

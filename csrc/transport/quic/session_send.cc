@@ -13,8 +13,11 @@ namespace {
 using base::TimeNs;
 
 constexpr std::size_t kAckRangesMax = 24;
-constexpr std::size_t kScratchBytes = 512;    // frames that are not the stream's bytes
-constexpr std::size_t kControlRoom = 160;     // for control frames, at most
+constexpr std::size_t kScratchBytes = 512;  // frames that are not the stream's bytes
+constexpr std::size_t kControlRoom = 24;    // for a control frame, at most
+constexpr std::size_t kAckPacketBytesMax = 480;
+constexpr std::size_t kAckBytes = 56;         // of a frame with one range and marks, at most
+constexpr std::size_t kAckRangeBytes = 16;    // of each more, at most
 constexpr std::size_t kStreamHeaderMax = 20;  // type, id, offset, length
 constexpr std::size_t kAnsweredBytesMin = 48;
 constexpr std::size_t kStreamBytesMin = 32;  // less is not worth a frame
@@ -46,8 +49,11 @@ bool Session::is_window_open() const {
   return recovery_->in_flight() + mtu_.current() <= recovery_->congestion().window_bytes();
 }
 
-bool Session::is_path_exhausted() const {
-  return !is_validated_ && path_sent_ + mtu_.current() > kAmplification * path_received_;
+// What may be sent to an address that has not answered a challenge yet (RFC 9000 section 8).
+std::uint64_t Session::path_budget() const {
+  if (is_validated_) return UINT64_MAX;
+  const std::uint64_t most = kAmplification * path_received_;
+  return most > path_sent_ ? most - path_sent_ : 0;
 }
 
 bool Session::next_stream_range(std::uint64_t* begin, std::uint64_t* end) const {
@@ -100,14 +106,17 @@ std::size_t Session::send(std::span<std::uint8_t> out, std::size_t* packet_bytes
       break;
     }
     if (is_path_exhausted()) break;
-    const bool is_probe = num_probes > 0;
+    // What proves an address waits for no window: that may be full of what the last one swallowed.
+    const bool proves = (controls_ & (kPathChallenge | kPathResponse)) != 0;
+    const bool is_probe = num_probes > 0 || proves;
     const bool may_elicit = is_probe || (!is_paced && is_window_open() && total < most);
     if (!may_elicit && !(total == 0 && now >= ack_at_)) break;
     const std::uint64_t before = recovery_->in_flight();
-    const std::size_t bytes = send_packet(
-        out.subspan(total), may_elicit ? size : std::min<std::size_t>(size, 256), is_probe, now);
+    const std::size_t room =
+        std::min<std::uint64_t>(may_elicit ? size : kAckPacketBytesMax, path_budget());
+    const std::size_t bytes = send_packet(out.subspan(total), room, !may_elicit, is_probe, now);
     if (bytes == 0) break;
-    num_probes -= is_probe ? 1 : 0;
+    num_probes -= num_probes > 0 ? 1 : 0;
     total += bytes;
     path_sent_ += bytes;
     eliciting += recovery_->in_flight() - before;
@@ -134,14 +143,15 @@ std::size_t Session::send(std::span<std::uint8_t> out, std::size_t* packet_bytes
 
 // One packet of at most `size` bytes; 0 if there is nothing to put into it. Not full-sized: nothing
 // else was there.
-std::size_t Session::send_packet(std::span<std::uint8_t> out, std::size_t size, bool is_probe,
-                                 TimeNs now) {
-  const bool only_acks = size < mtu_.current();
+std::size_t Session::send_packet(std::span<std::uint8_t> out, std::size_t size, bool only_acks,
+                                 bool is_probe, TimeNs now) {
   std::array<std::uint8_t, kScratchBytes> scratch;
   const std::size_t room = size - overhead();
   Plan plan;
   Writer writer(std::span<std::uint8_t>(scratch.data(), std::min(scratch.size(), room)));
-  const bool has_ack = num_unacked_eliciting_ > 0 && (now >= ack_at_ || !only_acks);
+  if (!only_acks && !is_validated_) write_controls(writer, plan);  // a challenge comes first
+  const bool has_ack =
+      num_unacked_eliciting_ > 0 && (now >= ack_at_ || !only_acks) && writer.left() >= kAckBytes;
   if (has_ack) write_ack(writer, now);
   if (!only_acks) {
     write_controls(writer, plan);
@@ -150,7 +160,7 @@ std::size_t Session::send_packet(std::span<std::uint8_t> out, std::size_t size, 
       plan.stream_bytes = left;
       plan_stream(writer, plan);
     }
-    if (is_probe && !plan.elicits) {
+    if (is_probe && !plan.elicits && writer.left() > 0) {
       writer.varint(kFramePing);
       plan.packet.controls |= kPing;
       plan.elicits = true;
@@ -218,7 +228,8 @@ void Session::trace_packet(const Plan& plan, bool has_ack, std::size_t bytes, Ti
 
 void Session::write_ack(Writer& writer, TimeNs now) {
   const bool has_ecn = ecn_counts_[1] + ecn_counts_[2] + ecn_counts_[3] > 0;
-  const std::size_t count = std::min(received_.num_intervals(), kAckRangesMax);
+  const std::size_t count = std::min(
+      {received_.num_intervals(), kAckRangesMax, 1 + (writer.left() - kAckBytes) / kAckRangeBytes});
   const auto range = [&](std::size_t i) { return received_[received_.num_intervals() - 1 - i]; };
   writer.varint(has_ecn ? kFrameAckEcn : kFrameAck);
   writer.varint(range(0).end - 1);
@@ -237,14 +248,22 @@ void Session::write_ack(Writer& writer, TimeNs now) {
 }
 
 void Session::write_controls(Writer& writer, Plan& plan) {
-  if (controls_ == 0 || writer.left() < kControlRoom) return;
+  if (controls_ == 0) return;
   const auto take = [&](Control control) {
-    if ((controls_ & control) == 0) return false;
+    if ((controls_ & control) == 0 || writer.left() < kControlRoom) return false;
     controls_ = static_cast<std::uint16_t>(controls_ & ~control);
     plan.packet.controls |= control;
     plan.elicits = true;
     return true;
   };
+  if (take(kPathChallenge)) {
+    writer.varint(kFramePathChallenge);
+    writer.span(challenge_);
+  }
+  if (take(kPathResponse)) {
+    writer.varint(kFramePathResponse);
+    writer.span(response_);
+  }
   if (take(kPing)) writer.varint(kFramePing);
   if (take(kMaxData)) {
     writer.varint(kFrameMaxData);
@@ -255,14 +274,6 @@ void Session::write_controls(Writer& writer, Plan& plan) {
     writer.varint(stream_id_);
     writer.varint(stream_receive_max_);
   }
-  if (take(kPathChallenge)) {
-    writer.varint(kFramePathChallenge);
-    writer.span(challenge_);
-  }
-  if (take(kPathResponse)) {
-    writer.varint(kFramePathResponse);
-    writer.span(response_);
-  }
   if (datagram_bytes_max_ >= kHelloBytes + 3 && take(kHello)) {
     writer.varint(kFrameDatagramLength);
     writer.varint(kHelloBytes);
@@ -270,8 +281,9 @@ void Session::write_controls(Writer& writer, Plan& plan) {
     writer.fixed((peer_is_live_ ? kHelloHearsYou : 0u) | (is_heard_ ? kHelloKnowsIt : 0u), 1);
   }
   if (take(kRetireIds)) {
-    constexpr std::uint64_t kAtOnce = 8;
-    const std::uint64_t end = std::min(retired_before_, retire_told_ + kAtOnce);
+    constexpr std::uint64_t kBytes = 9;  // of one, at most
+    const std::uint64_t end =
+        std::min<std::uint64_t>(retired_before_, retire_told_ + writer.left() / kBytes);
     for (; retire_told_ < end; ++retire_told_) {
       writer.varint(kFrameRetireConnectionId);
       writer.varint(retire_told_);
