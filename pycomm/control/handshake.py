@@ -11,15 +11,11 @@ Sans-IO: datagrams in, datagrams out, and `time.monotonic`.
 from __future__ import annotations
 
 import hmac
-import io
 import json
-import os
 import secrets
-import stat
 import time
-import warnings
 from dataclasses import dataclass, field
-from typing import Any, TextIO, cast
+from typing import Any
 
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
@@ -34,6 +30,7 @@ from aioquic.tls import CipherSuite
 from cryptography.hazmat.primitives import hashes
 
 from pycomm.control import aioquic_private as private
+from pycomm.control import key_log
 from pycomm.control.identity import Identity, RefusedError
 
 ALPN = "pycomm/1"
@@ -67,46 +64,6 @@ class _Connection:
     over_at: float | None = None  # closing: kept a moment, so that the reason arrives
 
 
-class _KeyLog(io.TextIOBase):
-    """A file that only this user reads, to be added to; a full disk ends it and no handshake."""
-
-    def __init__(self, path: str) -> None:
-        # Never through a link, and never waiting for a pipe's reader.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._file = os.open(path, flags | os.O_CLOEXEC, 0o600)
-        about = os.fstat(self._file)
-        is_ours = about.st_uid == os.geteuid() and about.st_nlink == 1
-        if not (stat.S_ISREG(about.st_mode) and is_ours):
-            self.close()
-            raise ValueError(f"PYCOMM_QUIC_KEYLOG: {path} is not a plain file of this user's alone")
-        os.fchmod(self._file, 0o600)
-
-    def write(self, text: str) -> int:
-        try:
-            if self._file >= 0:
-                os.write(self._file, text.encode())
-        except OSError as error:
-            warnings.warn(f"PYCOMM_QUIC_KEYLOG: {error}: no more keys are written", stacklevel=2)
-            self._end()
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._end()
-        super().close()
-
-    def _end(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-
-
-def _open_keylog(path: str) -> TextIO | None:
-    return cast(TextIO, _KeyLog(path)) if path else None
-
-
 class Handshaker:
     """What the core drives; see pycomm/handshaker.h."""
 
@@ -118,7 +75,7 @@ class Handshaker:
         self._established: list[dict[str, Any]] = []
         self._failures: list[tuple[str, str, int]] = []
         self._retry = QuicRetryTokenHandler()
-        self._keylog = _open_keylog(options.get("keylog_file", ""))
+        self._keylog = key_log.open_key_log(options.get("keylog_file", ""))
         self._configuration(is_client=True, name="none")  # files that do not fit are told now
 
     def _configuration(self, *, is_client: bool, name: str | None) -> QuicConfiguration:
