@@ -6,11 +6,17 @@
 #include <stdexcept>
 
 #include "pycomm/handshaker.h"
+#include "signals.h"
 
 namespace py = pybind11;
 
 namespace pycomm::python {
 namespace {
+
+// The exception's own words, without a traceback.
+std::string text_of(py::error_already_set& error) {
+  return py::str(error.value()).cast<std::string>();
+}
 
 std::vector<ConnectionId> ids_of(const py::handle& rows) {
   std::vector<ConnectionId> ids;
@@ -109,14 +115,19 @@ class PythonHandshaker final : public Handshaker {
   }
 
  private:
-  // What a hostile datagram makes aioquic throw is told as a failure, and goes on.
+  // What a hostile datagram makes aioquic throw is told as a failure, and goes on. A signal that
+  // came while Python ran is kept for whoever asks has_signal().
   template <class F>
   void guarded(F body) {
     py::gil_scoped_acquire gil;
     try {
       body();
-    } catch (const py::error_already_set& error) {
-      error_ = std::string("the handshake: ") + error.what();
+    } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) {
+        kept_signal = std::current_exception();
+      } else {
+        error_ = "the handshake: " + text_of(error);
+      }
     }
   }
 
@@ -139,8 +150,8 @@ std::unique_ptr<Handshaker> make(const HandshakerOptions& o) {
     options["keylog_file"] = o.keylog_file;
     return std::make_unique<PythonHandshaker>(
         py::module_::import("pycomm.control.handshake").attr("make")(options));
-  } catch (const py::error_already_set& error) {
-    throw std::runtime_error(error.what());
+  } catch (py::error_already_set& error) {
+    throw std::runtime_error(text_of(error));
   }
 }
 

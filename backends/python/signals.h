@@ -14,6 +14,7 @@ inline thread_local std::exception_ptr kept_signal;
 // its handler raised is kept for this thread.
 inline bool has_signal() {
   if (!Py_IsInitialized()) return false;
+  if (kept_signal) return true;
   pybind11::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return false;
   kept_signal = std::make_exception_ptr(pybind11::error_already_set());

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 import pycomm
 from pycomm import errors
 from pycomm.cli import main
-from pycomm.control import certificates
+from pycomm.control import certificates, handshake
 from pycomm.control.certificates import Authority, CertificateError
 from tests.python.test_communicator import run_ranks
 
@@ -233,6 +233,30 @@ def test_a_killed_peer_is_named_soon(authority: Authority, tmp_path: Path) -> No
 
     folder = tmp_path / "any"
     assert run_two(tmp_path, folder, folder, body, "quic")[0] < 3
+
+
+def test_ctrl_c_ends_a_handshake_and_tells_the_other(authority: Authority, tmp_path: Path) -> None:
+    authority.issue(tmp_path / "any")
+    ended = [0.0, 0.0]
+
+    def before(rank: int) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.update(PYCOMM_TRANSPORT="quic", PYCOMM_CERTS=str(tmp_path / "any"))
+        if rank == 0:  # it gets what is sent, and answers nothing
+            handshake.Handshaker.receive = lambda *_: None  # type: ignore[method-assign]
+
+    def interrupt(pids: list[int]) -> None:
+        time.sleep(1)
+        ended[0] = time.monotonic()
+        os.kill(pids[1], signal.SIGINT)
+        while Path(f"/proc/{pids[1]}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.01)
+        ended[1] = time.monotonic()
+
+    results = run_ranks(lambda _: None, 2, tmp_path, interrupt, before)
+    assert results[1].startswith("KeyboardInterrupt"), results
+    assert "interrupted" in results[0], results
+    assert ended[1] - ended[0] < 1.5  # of the four that a blocked path is waited for
 
 
 def test_a_job_secret_binds_a_quic_connection_too(authority: Authority, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,13 @@ from cryptography.hazmat.primitives import hashes
 from pycomm.control.certificates import Authority
 from pycomm.control.handshake import Handshaker
 from pycomm.control.identity import Identity
-from tests.python.test_quic_interop import PROCESS, TOOL, to_lines, udp_socket
+from tests.python.test_quic_interop import (
+    PROCESS,
+    TOOL,
+    await_hand_over,
+    to_lines,
+    udp_socket,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER = ROOT / "build/picoquic/peer"
@@ -136,24 +141,6 @@ def make_handshaker(certificates: Certificates) -> Handshaker:
     )
 
 
-def shake_hands(handshaker: Handshaker, here: socket.socket) -> dict[str, Any]:
-    """Until the connection can be handed over."""
-    here.settimeout(0.01)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        for data, host, to in handshaker.take_datagrams():
-            here.sendto(data, (host, to))
-        if established := handshaker.take_established():
-            return established[0]
-        assert not (failures := handshaker.take_failures()), failures
-        try:
-            data, (host, sender) = here.recvfrom(65_536)
-            handshaker.receive(data, host, sender)
-        except TimeoutError:
-            pass
-    raise AssertionError("no handshake")
-
-
 def carry_on(
     state: dict[str, Any], here: socket.socket, bytes_out: int, bytes_in: int, *, updates: bool
 ) -> dict[str, str]:
@@ -201,7 +188,7 @@ def test_the_engine_is_the_client(
     with running(*peer_arguments) as peer, udp_socket() as here:
         handshaker = make_handshaker(certificates)
         handshaker.connect("127.0.0.1", peer.port(), PROCESS["stock"], NAME)
-        state = shake_hands(handshaker, here)
+        state = await_hand_over(handshaker, here)
         updates = who_updates in ("engine", "both")
         engine = carry_on(state, here, BYTES_OUT, BYTES_IN, updates=updates)
         check(engine, peer.finish(), who_updates)
@@ -222,7 +209,7 @@ def test_the_engine_is_the_server(
         if who_updates in ("stock", "both"):
             peer_arguments.append("update")
         with running(*peer_arguments) as peer:
-            state = shake_hands(make_handshaker(certificates), here)
+            state = await_hand_over(make_handshaker(certificates), here)
             updates = who_updates in ("engine", "both")
             engine = carry_on(state, here, BYTES_OUT, BYTES_IN, updates=updates)
             check(engine, peer.finish(), who_updates)

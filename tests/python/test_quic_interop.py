@@ -127,13 +127,17 @@ def shake_hands(certs: Path, here: socket.socket, port: int) -> dict[str, Any]:
         }
     )
     handshaker.connect("127.0.0.1", port, PROCESS["stock"], "rank-0.interop.pycomm.internal")
+    return await_hand_over(handshaker, here)
+
+
+def await_hand_over(handshaker: Handshaker, here: socket.socket) -> dict[str, Any]:
+    """Until the connection can be handed over."""
     here.settimeout(0.01)
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         for data, host, to in handshaker.take_datagrams():
             here.sendto(data, (host, to))
-        established = handshaker.take_established()
-        if established:
+        if established := handshaker.take_established():
             return established[0]
         assert not (failures := handshaker.take_failures()), failures
         try:

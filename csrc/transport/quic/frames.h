@@ -23,11 +23,10 @@ inline constexpr std::uint64_t kFrameCloseTransport = 0x1c, kFrameCloseApplicati
 inline constexpr std::uint64_t kFrameHandshakeDone = 0x1e;
 inline constexpr std::uint64_t kFrameDatagram = 0x30, kFrameDatagramLength = 0x31;
 
-// "I am the engine", then 1 if the other's was heard, else 0.
+// "I am the engine", then a byte: the sender heard the receiver; and knows that it is heard itself,
+// so that nobody need answer.
 inline constexpr char kHelloText[] = "pycomm engine ";
 inline constexpr std::size_t kHelloBytes = sizeof kHelloText;
-// Its last byte: the sender heard the receiver; and knows that it is heard itself, so that nobody
-// need answer.
 inline constexpr std::uint8_t kHelloHearsYou = 1, kHelloKnowsIt = 2;
 
 }  // namespace pycomm::transport::quic

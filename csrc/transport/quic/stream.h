@@ -74,7 +74,6 @@ class Stream {
   void on_lost(std::uint64_t begin, std::uint64_t end);
   // Tells the source how far the peer has everything.
   void settle();
-  bool has_unacked() const { return acked_.contiguous_end(0) < source_.end_offset(); }
 
   // --- receiving
   // False: with more holes than any network makes.
