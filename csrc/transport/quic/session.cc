@@ -145,8 +145,8 @@ void Session::trace(TimeNs now) {
 TimeNs Session::next_deadline() const {
   if (owes_close_) return 0;
   if (is_closed_ || !failure_.is_ok()) return base::kNever;
-  TimeNs at =
-      std::min({recovery_->next_timer(), ack_at_, keep_alive_at_, hello_at_, path_deadline_});
+  TimeNs at = std::min({recovery_->next_timer(), keep_alive_at_, hello_at_, path_deadline_});
+  if (!is_path_exhausted()) at = std::min(at, ack_at_);  // else it waits for what comes
   if (silent_since_ != base::kNever) at = std::min(at, silent_since_ + options_.peer_timeout_ns);
   if (unreachable_since_ != base::kNever) at = std::min(at, unreachable_since_ + kUnreachableNs);
   if ((controls_ & (kPathChallenge | kPathResponse)) != 0 && !is_path_exhausted()) return 0;
