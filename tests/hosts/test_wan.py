@@ -59,9 +59,17 @@ def test_the_path_may_change_under_a_running_job(make_lab: MakeLab, certs: Path)
 def test_paths_share_the_load_and_one_that_is_cut_is_done_without(
     make_lab: MakeLab, certs: Path
 ) -> None:
-    lab = make_lab(LabPlan(hosts=2, wan=Wan(rtt_ms=20, rate_mbit=200)))
+    # Each path has a rate of its own, and the job wants more than either: on a common one it would
+    # be chance who gets how much, and what one can carry alone is left to the quicker.
+    lab = make_lab(LabPlan(hosts=2, wan=Wan(rtt_ms=20)))
     for host in (0, 1):
         lab.run(host, ["ip", "address", "add", f"10.77.{host}.50/24", "dev", "eth0"])
+        police = "; ".join(
+            f"ip daddr {address} limit rate over {rate} mbytes/second burst 100 kbytes drop"
+            for address, rate in ((f"10.77.{host}.10", 6), (f"10.77.{host}.50", 5))
+        )
+        chain = f"chain c {{ type filter hook input priority -1; {police}; }}"
+        lab.run(host, ["nft", f"table inet police {{ {chain}; }}"])
     job = Job(lab, certs, "paths", PYCOMM_QUIC_PATHS="10.77.{host}.10,10.77.{host}.50")
     output = job.ranks[0].stdout
     assert output is not None
