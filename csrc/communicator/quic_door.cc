@@ -103,6 +103,18 @@ int QuicDoor::num_paths(const Hello& theirs) const {
 }
 
 Status QuicDoor::add(const HandedOver& state, std::size_t endpoint) {
+  const Rank rank = gathering_.rank_of(state.peer_process_id);
+  if (rank == kNoRank) {
+    return Status::error(StatusCode::kInvalidUsage, "it is of no rank of this group");
+  }
+  Peer& peer = peers_[state.peer_process_id];
+  // A link of before is not added to: whoever connects has none any more, and begins a new stream.
+  const auto known = gathering_.engine.find_link(state.peer_process_id);
+  const bool is_another = known != nullptr && known == peer.link;
+  const int most = num_paths(gathering_.hellos[static_cast<std::size_t>(rank)]);
+  if (is_another && static_cast<int>(peer.connected.size()) >= most) {
+    return Status::error(StatusCode::kInvalidUsage, "it opens more connections than it announced");
+  }
   transport::quic::LinkOptions options;
   options.eager_bytes_max = gathering_.options.eager_bytes_max;
   options.session.seed = platform::random_u64();
@@ -122,18 +134,8 @@ Status QuicDoor::add(const HandedOver& state, std::size_t endpoint) {
     }
   }
   const auto& socket = gathering_.engine.quic()[endpoint];
-  Peer& peer = peers_[state.peer_process_id];
-  const Rank rank = gathering_.rank_of(state.peer_process_id);
-  const bool is_expected =
-      rank != kNoRank && static_cast<int>(peer.connected.size()) <
-                             num_paths(gathering_.hellos[static_cast<std::size_t>(rank)]);
-  if (!is_expected) {
-    return Status::error(StatusCode::kInvalidUsage, "it opens more connections than it announced");
-  }
   const TimeNs now = real_clock().now_ns();
-  // A link of before is not added to: whoever connects has none any more, and begins a new stream.
-  const auto known = gathering_.engine.find_link(state.peer_process_id);
-  if (known != nullptr && known == peer.link) {
+  if (is_another) {
     PYCOMM_RETURN_IF_ERROR(gathering_.engine.with_quic(
         [&] { return transport::quic::add_path(*known, socket, state, options, now); }));
   } else {
