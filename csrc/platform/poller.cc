@@ -54,7 +54,7 @@ Result<Poller> Poller::create() {
   return poller;
 }
 
-Status Poller::add(int fd, std::uint64_t token) {
+Status Poller::add(int fd, std::uint64_t token) const {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP;
   event.data.u64 = token;

@@ -36,9 +36,11 @@ class Poller {
   };
 
   static Result<Poller> create();
-  Status add(int fd, std::uint64_t token);
+  Status add(int fd, std::uint64_t token) const;
   void set_wants_write(int fd, std::uint64_t token, bool wants);
   void remove(int fd);
+  // The set itself; readable while anything in it is.
+  int fd() const { return fd_.get(); }
   // Waits up to `timeout_ns` (negative: for ever) and appends what is ready.
   void wait(std::int64_t timeout_ns, std::vector<Event>* events) const;
 

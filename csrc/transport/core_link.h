@@ -12,7 +12,8 @@ namespace pycomm::transport {
 
 class CoreLink : public Link, public std::enable_shared_from_this<CoreLink> {
  public:
-  CoreLink(const CoreOptions& options, PullPort* pull_port) : core_(options, pull_port) {}
+  CoreLink(const CoreOptions& options, PullPort* pull_port, GrantPort* grant_port = nullptr)
+      : core_(options, pull_port, grant_port) {}
 
   void post(Transfer& transfer) override { core_.post(transfer); }
   void send(Transfer& transfer) override { core_.send(transfer); }
@@ -31,11 +32,15 @@ class CoreLink : public Link, public std::enable_shared_from_this<CoreLink> {
 
   // Readable when the peer moved or died; -1 if the transport has one descriptor for all links.
   virtual int fd() const = 0;
+  // All that a forked child must not keep.
+  virtual std::vector<int> fds() const { return {fd()}; }
   // When progress() has to be called even if nothing comes.
   virtual base::TimeNs next_deadline() const { return base::kNever; }
   virtual bool wants_write() const { return false; }
   // Called when fd() is ready; progress() follows.
   virtual void on_ready() {}
+  // About to sleep: from now on fd() tells what comes. progress() follows.
+  virtual void arm() {}
   // Whether something arrived that progress() would take; no system call.
   virtual bool has_incoming() const { return false; }
 
@@ -47,7 +52,7 @@ class CoreLink : public Link, public std::enable_shared_from_this<CoreLink> {
   // Lets what is queued here leave, and takes nothing in.
   virtual void flush() { progress(); }
 
-  void fail(const Status& status) { core_.fail(status); }
+  virtual void fail(const Status& status) { core_.fail(status); }
   const Status& failure() const { return core_.failure(); }
   bool peer_departed() const { return core_.peer_departed(); }
   void send_notice(const GroupNotice& notice) { core_.send_notice(notice); }

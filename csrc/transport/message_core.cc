@@ -7,6 +7,11 @@
 #include "base/check.h"
 
 namespace pycomm::transport {
+namespace {
+
+constexpr std::uint64_t kGranted = std::uint64_t{1} << 32;  // in Transfer::slot, above the token
+
+}  // namespace
 
 std::string describe_mismatch(const Transfer& mine, Signature theirs, std::uint64_t their_bytes) {
   std::string text = "operation " + std::to_string(mine.id.op) + ": here " +
@@ -18,8 +23,11 @@ std::string describe_mismatch(const Transfer& mine, Signature theirs, std::uint6
   return text;
 }
 
-MessageCore::MessageCore(const CoreOptions& options, PullPort* pull_port)
-    : options_(options), pull_port_(pull_port), window_(options.eager_window_bytes) {
+MessageCore::MessageCore(const CoreOptions& options, PullPort* pull_port, GrantPort* grant_port)
+    : options_(options),
+      pull_port_(pull_port),
+      grant_port_(grant_port),
+      window_(options.eager_window_bytes) {
   PYCOMM_CHECK(pull_port != nullptr || (!options.pulls && !options.peer_pulls));
   PYCOMM_CHECK(options.eager_window_bytes >= 2 * (options.eager_bytes_max + kOverheadBytes));
 }
@@ -27,6 +35,10 @@ MessageCore::MessageCore(const CoreOptions& options, PullPort* pull_port)
 // ---------------------------------------------------------------- transfers
 
 void MessageCore::finish(Transfer& transfer, Status status) {
+  if ((transfer.slot & kGranted) != 0) {
+    grant_port_->end_grant(static_cast<std::uint32_t>(transfer.slot), status.is_ok());
+    transfer.slot = 0;
+  }
   transfer.state = status.is_ok() ? TransferState::kDone : TransferState::kFailed;
   transfer.status = std::move(status);
 }
@@ -39,6 +51,7 @@ bool MessageCore::is_retired(const TransferId& id) const {
 void MessageCore::post(Transfer& transfer) {
   transfer.state = TransferState::kPending;
   transfer.bytes_done = 0;
+  transfer.slot = 0;
   if (!failure_.is_ok()) return finish(transfer, failure_);
   const auto it = unexpected_.find(transfer.id);
   if (it != unexpected_.end()) {
@@ -75,6 +88,7 @@ void MessageCore::post(Transfer& transfer) {
 void MessageCore::send(Transfer& transfer) {
   transfer.state = TransferState::kPending;
   transfer.bytes_done = 0;
+  transfer.slot = 0;
   // A peer that left needs nothing more; bytes for it are as good as delivered.
   if (departed_) return finish(transfer, Status());
   if (!failure_.is_ok()) return finish(transfer, failure_);
@@ -86,9 +100,9 @@ void MessageCore::send(Transfer& transfer) {
   }
   const auto early = early_clears_.find(transfer.id);
   if (early != early_clears_.end()) {
+    const EarlyClear clear = early->second;
     early_clears_.erase(early);
-    emit_data(transfer);
-    return;
+    return start_data(transfer, clear.header, clear.grant);
   }
   const bool fresh = sends_.emplace(transfer.id, &transfer).second;
   PYCOMM_CHECK(fresh);
@@ -115,6 +129,7 @@ void MessageCore::cancel(Transfer& transfer) {
   if (transfer.is_finished() || transfer.state == TransferState::kIdle) return;
   posts_.erase(transfer.id);
   fetches_.erase(transfer.id);
+  writes_.erase(transfer.id);
   if (sends_.erase(transfer.id) > 0 && transfer.slot > 0) {
     pull_port_->revoke(static_cast<std::uint32_t>(transfer.slot - 1));
   }
@@ -176,7 +191,7 @@ void MessageCore::retire(std::uint64_t group, std::uint64_t op) {
   if (!early_clears_.empty()) {
     std::erase_if(early_clears_, [&](const auto& item) {
       const bool is_over = item.first.group == group && item.first.op < op;
-      if (is_over && !is_dead) note_whereabouts(item.second);
+      if (is_over && !is_dead) note_whereabouts(item.second.header);
       return is_over;
     });
   }
@@ -199,9 +214,66 @@ void MessageCore::emit(FrameKind kind, const TransferId& id, std::uint64_t argum
   outgoing_.push_back({header, nullptr, nullptr, {}, false});
 }
 
-void MessageCore::emit_clear(const Transfer& transfer) {
-  emit(FrameKind::kClear, transfer.id, 0);
+void MessageCore::emit_clear(Transfer& transfer) {
+  if (grant_port_ != nullptr && transfer.bytes > options_.eager_bytes_max) {
+    const std::uint32_t token = grant_port_->grant(transfer);
+    if (token != 0) transfer.slot = kGranted | token;
+  }
+  emit(FrameKind::kClear, transfer.id, 0, static_cast<std::uint32_t>(transfer.slot));
   outgoing_.back().header.signature = transfer.signature;
+  outgoing_.back().header.message_bytes = transfer.bytes;
+}
+
+// The receiver has cleared it.
+void MessageCore::start_data(Transfer& transfer, const FrameHeader& clear, const Grant& grant) {
+  if (grant.token == 0) return emit_data(transfer);
+  if (clear.signature == transfer.signature && clear.message_bytes == transfer.bytes) {
+    writes_.emplace(transfer.id, &transfer);
+    due_writes_.emplace_back(transfer.id, grant);
+    return;
+  }
+  // Nothing may be written there; what this side has tells the receiver.
+  emit(FrameKind::kData, transfer.id, 0);
+  outgoing_.back().header.signature = transfer.signature;
+  outgoing_.back().header.message_bytes = transfer.bytes;
+  finish(transfer, Status::error(StatusCode::kInvalidUsage,
+                                 describe_mismatch(transfer, clear.signature, clear.message_bytes)));
+}
+
+bool MessageCore::next_write(OutWrite* out) {
+  while (!due_writes_.empty()) {
+    const auto [id, grant] = due_writes_.front();
+    due_writes_.pop_front();
+    const auto it = writes_.find(id);
+    if (it == writes_.end()) continue;  // cancelled meanwhile
+    *out = {it->second, grant};
+    return true;
+  }
+  return false;
+}
+
+void MessageCore::forget_grant(std::uint32_t token) {
+  for (auto& [id, early] : early_clears_) {
+    if (early.grant.token == token) early.grant = Grant{};  // then in frames, which nobody wants
+  }
+  for (std::size_t i = 0; i < due_writes_.size();) {
+    const auto [id, grant] = due_writes_[i];
+    if (grant.token != token) {
+      ++i;
+      continue;
+    }
+    due_writes_.erase(due_writes_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (const auto it = writes_.find(id); it != writes_.end()) finish_write(*it->second, Status());
+  }
+}
+
+void MessageCore::finish_write(Transfer& transfer, Status status) {
+  if (writes_.erase(transfer.id) == 0) return;
+  if (status.is_ok()) {
+    counters_.bytes_sent += transfer.bytes;
+    ++counters_.messages_sent;
+  }
+  finish(transfer, std::move(status));
 }
 
 void MessageCore::emit_payload(FrameKind kind, Transfer& transfer, std::uint64_t offset,

@@ -5,14 +5,17 @@
 // Protocol. A small message goes at once, as long as the receiver's window lasts; the receiver
 // gives window back as it consumes. Above eager_bytes_max, or without window:
 //   push: the receiver's post sends kClear, and the sender answers with kData.
+//         Where the receiver can grant its memory (GrantPort), kClear carries the grant and the
+//         driver writes there itself; what has arrived it reports as kData.
 //   pull: the sender announces an address with kRequest; the receiver reads and says kPulled.
 // A message that found no window announces itself by kRequest, so that a post knows to clear it:
 // one group that runs ahead cannot starve another.
 //
-// Invariant: a transfer is in exactly one of posts_, sends_, fetches_ or the outgoing queue while
-// pending; finish() removes it everywhere. Thread: the owner's; no lock inside.
+// Invariant: a transfer is in exactly one of posts_, sends_, writes_, fetches_ or the outgoing queue
+// while pending; finish() removes it everywhere. Thread: the owner's; no lock inside.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <functional>
 #include <unordered_map>
@@ -45,6 +48,26 @@ class PullPort {
                       std::uint64_t bytes) = 0;
 };
 
+// What the receiver of a message lets its sender write into: an address there, the receiver's own
+// name for the grant, and a key for each path between the two.
+inline constexpr std::size_t kGrantKeysMax = 4;
+struct Grant {
+  std::uint64_t address = 0;
+  std::uint32_t token = 0;  // 0: no grant
+  std::array<std::uint32_t, kGrantKeysMax> keys{};
+};
+
+// Lets the peer write this side's memory.
+class GrantPort {
+ public:
+  virtual ~GrantPort() = default;
+  // Lets the peer write the memory of a posted transfer. Returns a token, or 0 if it cannot be:
+  // then the bytes come inside frames.
+  virtual std::uint32_t grant(Transfer& transfer) = 0;
+  // The transfer is over. If it is not complete, the peer can write no more when this returns.
+  virtual void end_grant(std::uint32_t token, bool is_complete) = 0;
+};
+
 // A peer's word that a group it shares with us is over, and whose fault it was; with kOk, that it
 // has left the group and nothing for it follows. It travels before a goodbye, so that nobody takes
 // a survivor that leaves for the cause.
@@ -71,7 +94,7 @@ class MessageCore final : public RemoteMemory {
   // Groups that ended, remembered so that their late frames are dropped.
   static constexpr std::size_t kDeadGroupsMax = 1024;
 
-  MessageCore(const CoreOptions& options, PullPort* pull_port);
+  MessageCore(const CoreOptions& options, PullPort* pull_port, GrantPort* grant_port = nullptr);
 
   void post(Transfer& transfer);
   void send(Transfer& transfer);
@@ -91,9 +114,21 @@ class MessageCore final : public RemoteMemory {
   OutFrame* at(std::size_t i) { return i < outgoing_.size() ? &outgoing_[i] : nullptr; }
   void pop();
 
+  // --- outgoing by writes into what the peer has granted: take the next, and say how it ended.
+  struct OutWrite {
+    Transfer* transfer;
+    Grant grant;
+  };
+  bool next_write(OutWrite* out);
+  void finish_write(Transfer& transfer, Status status);
+  // The receiver has taken a grant back: what waits to be written there counts as sent.
+  void forget_grant(std::uint32_t token);
+  bool has_write_due() const { return !due_writes_.empty(); }
+
   // --- incoming: begin() each header, put its payload where payload_target() says (asked anew
   // after each pause; null: throw it away), then end(). A status that is not ok breaks the link.
-  Status begin(const FrameHeader& header);
+  // `grant` came with a kClear.
+  Status begin(const FrameHeader& header, const Grant& grant = {});
   std::byte* payload_target() const { return incoming_.target; }
   Status end();
 
@@ -106,7 +141,7 @@ class MessageCore final : public RemoteMemory {
   std::vector<GroupNotice> take_notices() { return std::exchange(notices_, {}); }
   void send_whereabouts(const Whereabouts& mine);
   std::vector<Whereabouts> take_whereabouts() { return std::exchange(whereabouts_, {}); }
-  bool is_idle() const { return outgoing_.empty(); }
+  bool is_idle() const { return outgoing_.empty() && due_writes_.empty(); }
   // Reads the next announced message that is wanted here, all of it; false if there is none. Not
   // done where it is noticed: what this side has to announce itself goes first.
   bool pull_next();
@@ -148,9 +183,10 @@ class MessageCore final : public RemoteMemory {
   void finish(Transfer& transfer, Status status);
   bool is_retired(const TransferId& id) const;
   void emit(FrameKind kind, const TransferId& id, std::uint64_t argument, std::uint32_t key = 0);
-  void emit_clear(const Transfer& transfer);
+  void emit_clear(Transfer& transfer);
   void emit_payload(FrameKind kind, Transfer& transfer, std::uint64_t offset, std::uint64_t bytes);
   void emit_data(Transfer& transfer);
+  void start_data(Transfer& transfer, const FrameHeader& clear, const Grant& grant);
   void give_window_back(std::uint64_t bytes);
   bool matches(Transfer& transfer, const FrameHeader& header);
   void accept_request(Transfer& transfer, const FrameHeader& header);
@@ -159,7 +195,7 @@ class MessageCore final : public RemoteMemory {
   Status begin_data(const FrameHeader& header);
   Status begin_write(const FrameHeader& header);
   Status on_request(const FrameHeader& header);
-  Status on_clear(const FrameHeader& header);
+  Status on_clear(const FrameHeader& header, const Grant& grant);
   void on_pulled(const FrameHeader& header);
   void on_fetch_add(const FrameHeader& header);
   void on_fetch_reply(const FrameHeader& header);
@@ -171,6 +207,7 @@ class MessageCore final : public RemoteMemory {
 
   const CoreOptions options_;
   PullPort* const pull_port_;
+  GrantPort* const grant_port_;
   std::uint64_t window_;            // eager bytes that the peer still takes
   std::uint64_t window_owed_ = 0;   // consumed here, not yet given back
   std::uint64_t window_taken_ = 0;  // of ours, by the peer's eager messages so far
@@ -179,9 +216,14 @@ class MessageCore final : public RemoteMemory {
   Incoming incoming_;
   Map posts_;
   Map sends_;    // announced, or waiting for kClear
+  Map writes_;   // the driver writes them into the peer's memory
   Map fetches_;  // waiting for kFetchReply
   std::unordered_map<TransferId, Unexpected, base::TransferIdHash> unexpected_;
-  std::unordered_map<TransferId, FrameHeader, base::TransferIdHash> early_clears_;
+  struct EarlyClear {
+    FrameHeader header;
+    Grant grant;
+  };
+  std::unordered_map<TransferId, EarlyClear, base::TransferIdHash> early_clears_;
   std::unordered_map<std::uint64_t, std::uint64_t> retired_below_;  // by group
   std::deque<std::uint64_t> dead_groups_;                           // bounds retired_below_
   std::unordered_map<std::uint64_t, Region> regions_;
@@ -190,6 +232,7 @@ class MessageCore final : public RemoteMemory {
   bool departed_ = false;
   bool said_goodbye_ = false;
   std::deque<FrameHeader> due_;  // of posts that can be pulled
+  std::deque<std::pair<TransferId, Grant>> due_writes_;
   std::vector<GroupNotice> notices_;
   std::vector<Whereabouts> whereabouts_;
   LinkCounters counters_;

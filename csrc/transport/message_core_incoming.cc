@@ -24,7 +24,7 @@ bool MessageCore::matches(Transfer& transfer, const FrameHeader& header) {
   return false;
 }
 
-Status MessageCore::begin(const FrameHeader& header) {
+Status MessageCore::begin(const FrameHeader& header, const Grant& grant) {
   incoming_ = Incoming{header, nullptr, nullptr, false};
   if (header.kind == 0 || header.kind > kFrameKindMax) {
     return protocol_error("frame kind " + std::to_string(header.kind));
@@ -39,7 +39,7 @@ Status MessageCore::begin(const FrameHeader& header) {
     case FrameKind::kData: return begin_data(header);
     case FrameKind::kWrite: return begin_write(header);
     case FrameKind::kRequest: return on_request(header);
-    case FrameKind::kClear: return on_clear(header);
+    case FrameKind::kClear: return on_clear(header, grant);
     case FrameKind::kPulled: on_pulled(header); return Status();
     case FrameKind::kCredit:
       if (header.argument > options_.eager_window_bytes - window_) {
@@ -195,7 +195,7 @@ void MessageCore::pull(Transfer& transfer, const FrameHeader& header) {
   finish(transfer, std::move(status));
 }
 
-Status MessageCore::on_clear(const FrameHeader& header) {
+Status MessageCore::on_clear(const FrameHeader& header, const Grant& grant) {
   const TransferId id = header.id();
   if (is_retired(id)) {
     note_whereabouts(header);
@@ -204,13 +204,13 @@ Status MessageCore::on_clear(const FrameHeader& header) {
   const auto it = sends_.find(id);
   if (it == sends_.end()) {
     if (early_clears_.size() >= kPendingMax) return protocol_error("too many clearances");
-    early_clears_.emplace(id, header);
+    early_clears_.emplace(id, EarlyClear{header, grant});
     return Status();
   }
   Transfer& transfer = *it->second;
   if (transfer.slot > 0) return protocol_error("a clearance for an announced message");
   sends_.erase(it);
-  emit_data(transfer);
+  start_data(transfer, header, grant);
   return Status();
 }
 
@@ -262,7 +262,7 @@ void MessageCore::note_whereabouts(const FrameHeader& header) {
 void MessageCore::on_goodbye() {
   departed_ = true;
   const Status left = Status::error(StatusCode::kPeerLost, "the peer has left the group");
-  for (Map* map : {&posts_, &fetches_}) {
+  for (Map* map : {&posts_, &writes_, &fetches_}) {
     for (auto& [id, transfer] : *map) finish(*transfer, left);
     map->clear();
   }
@@ -276,7 +276,7 @@ void MessageCore::on_goodbye() {
 void MessageCore::fail(const Status& status) {
   if (!failure_.is_ok()) return;
   failure_ = status;
-  for (Map* map : {&posts_, &sends_, &fetches_}) {
+  for (Map* map : {&posts_, &sends_, &writes_, &fetches_}) {
     for (auto& [id, transfer] : *map) finish(*transfer, status);
     map->clear();
   }
@@ -297,6 +297,7 @@ void MessageCore::fail(const Status& status) {
   early_clears_.clear();
   regions_.clear();
   due_.clear();
+  due_writes_.clear();
 }
 
 }  // namespace pycomm::transport

@@ -8,6 +8,7 @@
 
 #include "base/rng.h"
 #include "link_pairs.h"
+#include "rdma_pair.h"
 
 namespace pycomm {
 namespace {
@@ -19,14 +20,47 @@ struct Subject {
   LinkPair (*make)();
 };
 
-const Subject kSubjects[] = {
-    {"shm_pull", [] { return test::make_shm_pair(true); }},
-    {"shm_staged", [] { return test::make_shm_pair(false); }},
-    {"tcp", [] { return test::make_tcp_pair(); }},
-    {"quic", [] { return test::make_quic_pair(); }},
-    {"quic_paths", [] { return test::make_quic_pair(3); }},
-    {"sim", [] { return test::make_sim_pair(1); }},
-};
+// TEST_IB_DEVICES="rxe0,rxe2;rxe1,rxe3": the two ends' devices, in the order of their paths.
+test::RdmaSetup devices_of_machine(bool all) {
+  test::RdmaSetup setup;
+  int side = 0;
+  std::string name;
+  for (const char c : platform::environment("TEST_IB_DEVICES").value_or("") + ";") {
+    if (c != ',' && c != ';') {
+      name += c;
+      continue;
+    }
+    if (!name.empty() && side < 2 && (all || setup.devices[side].empty())) {
+      setup.devices[side].push_back(name);
+    }
+    name.clear();
+    side += c == ';';
+  }
+  return setup;
+}
+
+std::vector<Subject> subjects() {
+  std::vector<Subject> all = {
+      {"shm_pull", [] { return test::make_shm_pair(true); }},
+      {"shm_staged", [] { return test::make_shm_pair(false); }},
+      {"tcp", [] { return test::make_tcp_pair(); }},
+      {"quic", [] { return test::make_quic_pair(); }},
+      {"quic_paths", [] { return test::make_quic_pair(3); }},
+      {"rdma", []() -> LinkPair { return test::make_fake_rdma_pair({{{"one"}, {"two"}}}); }},
+      {"rdma_rails",
+       []() -> LinkPair { return test::make_fake_rdma_pair({{{"one", "three"}, {"two", "four"}}}); }},
+      {"sim", [] { return test::make_sim_pair(1); }},
+  };
+  if (!devices_of_machine(true).devices[1].empty()) {
+    all.push_back({"verbs", []() -> LinkPair {
+                     return test::make_real_rdma_pair(devices_of_machine(false));
+                   }});
+    all.push_back({"verbs_rails", []() -> LinkPair {
+                     return test::make_real_rdma_pair(devices_of_machine(true));
+                   }});
+  }
+  return all;
+}
 
 constexpr Signature kSignature =
     make_signature(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, 0, 7);
@@ -371,13 +405,17 @@ TEST_P(Contract, CountersTellCopiesFromDirectMoves) {
   if (name == "shm_pull") {
     EXPECT_EQ(sent.bytes_staged + received.bytes_staged, 0u);
     EXPECT_EQ(received.bytes_direct, 1'000'000u);
+  } else if (name.starts_with("rdma") || name.starts_with("verbs")) {
+    EXPECT_EQ(sent.bytes_staged + received.bytes_staged, 0u);
+    EXPECT_EQ(sent.bytes_direct, 1'000'000u);
+    EXPECT_EQ(received.bytes_direct, 1'000'000u);
   } else if (name == "shm_staged") {
     EXPECT_EQ(sent.bytes_staged, 1'000'000u);
     EXPECT_EQ(received.bytes_staged, 1'000'000u);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, Contract, testing::ValuesIn(kSubjects),
+INSTANTIATE_TEST_SUITE_P(Every, Contract, testing::ValuesIn(subjects()),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

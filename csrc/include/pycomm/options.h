@@ -11,7 +11,7 @@
 
 namespace pycomm {
 
-enum class TransportChoice : std::uint8_t { kAuto, kShm, kTcp, kQuic };
+enum class TransportChoice : std::uint8_t { kAuto, kShm, kTcp, kQuic, kRdma };
 
 // Ports that may be listened on; {0, 0}: any.
 struct PortRange {
@@ -29,6 +29,19 @@ struct TlsOptions {
 
   bool is_set() const { return !ca_file.empty() || !certificate_file.empty() || !key_file.empty(); }
   std::string name_of(int rank) const;
+};
+
+// How RDMA is used; by the names that NCCL gave its own settings.
+struct RdmaOptions {
+  bool is_disabled = false;
+  std::string devices;             // "mlx5_0:1,mlx5_2" in this order; ^ excludes; empty: all
+  int gid_index = -1;              // -1: the best RoCE v2 one
+  std::uint16_t pkey = 0;          // partition; 0: the first
+  std::uint8_t timeout_code = 16;  // of an acknowledgement: 4.096 us * 2^code
+  std::uint8_t num_retries = 7;
+  std::uint8_t traffic_class = 0;
+  std::uint8_t service_level = 0;
+  std::uint64_t registered_bytes_max = UINT64_MAX;  // at most what RLIMIT_MEMLOCK lets through
 };
 
 struct Options {
@@ -59,6 +72,7 @@ struct Options {
   QuicCrypto quic_crypto = QuicCrypto::kAny;
   std::string quic_keylog;              // file for the keys of all connections; empty: none
   std::string quic_qlog_folder;         // for a trace of each connection; empty: none
+  RdmaOptions rdma;
   bool allow_public_plaintext = false;  // plain TCP between public addresses
   std::string flight_recorder_folder;   // where a failure dumps to; empty: nowhere
 

@@ -1,0 +1,520 @@
+#include "transport/rdma/link.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "platform/system.h"
+
+namespace pycomm::transport::rdma {
+namespace {
+
+using platform::real_clock;
+using platform::verbs::Completion;
+using platform::verbs::describe_status;
+
+constexpr int kCompletionsPerTurn = 64;
+constexpr std::uint64_t kTurnsPerLook = 64;
+// Of a message that several rails share.
+constexpr std::uint64_t kPieceBytes = 1024 * 1024;
+
+CoreOptions core_options(const LinkOptions& options) {
+  CoreOptions core;
+  core.eager_bytes_max = std::min(options.eager_bytes_max, kCellPayloadMax);
+  core.fragment_bytes_max = kCellPayloadMax;
+  return core;
+}
+
+Status protocol_error(const std::string& what) {
+  return Status::error(StatusCode::kInternal, "the peer broke the protocol: " + what);
+}
+
+}  // namespace
+
+RdmaLink::RdmaLink(std::unique_ptr<platform::ByteStream> stream, const Place& place,
+                   const LinkOptions& options, platform::Poller poller, base::TimeNs now)
+    : CoreLink(core_options(options), nullptr, this),
+      stream_(std::move(stream)),
+      place_(place),
+      options_(options),
+      poller_(std::move(poller)),
+      opened_at_(now) {
+  ControlMessage offer;
+  offer.kind = static_cast<std::uint8_t>(ControlMessage::Kind::kOffer);
+  offer.num_rails = static_cast<std::uint8_t>(std::min(place_.ports.size(), kRailsMax));
+  control_out_.append(reinterpret_cast<const char*>(&offer), sizeof offer);
+}
+
+// Work may hold memory of several rails: it goes before any of them.
+RdmaLink::~RdmaLink() {
+  for (const auto& rail : rails_) {
+    if (rail) rail->take_posted();
+  }
+}
+
+// ---------------------------------------------------------------- sleeping
+
+std::vector<int> RdmaLink::fds() const {
+  std::vector<int> all = {poller_.fd(), stream_->fd()};
+  for (const auto& rail : rails_) {
+    if (rail) all.push_back(rail->domain().fd());
+  }
+  return all;
+}
+
+void RdmaLink::arm() {
+  if (std::exchange(is_armed_, true)) return;
+  for (const auto& rail : rails_) {
+    if (!rail) continue;
+    const Status status = rail->domain().arm();
+    // Without it the next deadline looks.
+    if (!status.is_ok()) is_armed_ = false;
+  }
+}
+
+void RdmaLink::on_ready() {
+  is_armed_ = false;
+  is_stream_ready_ = true;
+  for (const auto& rail : rails_) {
+    if (rail) rail->domain().clear_events();
+  }
+}
+
+// ---------------------------------------------------------------- progress
+
+bool RdmaLink::progress() {
+  if (!failure().is_ok()) return false;
+  if (has_ended_) {
+    const bool drops = core_.front() != nullptr;
+    end_after_goodbye();
+    return drops;
+  }
+  const base::TimeNs now = real_clock().now_ns();
+  bool moved = false;
+  for (std::size_t r = 0; r < rails_.size(); ++r) moved |= poll_rail(r);
+  // The stream says something rarely, and a look at it is a system call.
+  const bool awaits_word =
+      establishment_ != Establishment::kDone || stream_ended_at_ != 0 ||
+      std::any_of(rails_.begin(), rails_.end(), [](const auto& rail) {
+        return rail && rail->state != Rail::State::kUp && rail->state != Rail::State::kIdle;
+      });
+  if (awaits_word || is_stream_ready_ || ++turns_ % kTurnsPerLook == 0) moved |= read_control(now);
+  run_rails(now);
+  if (establishment_ == Establishment::kDone && failure().is_ok()) moved |= transmit();
+  write_control();
+  return moved;
+}
+
+bool RdmaLink::poll_rail(std::size_t r) {
+  Rail* rail = rails_[r].get();
+  if (rail == nullptr) return false;
+  bool moved = false;
+  for (int taken = 0; taken < kCompletionsPerTurn;) {
+    Completion done[16];
+    const int n = rail->poll(done, 16);
+    if (n < 0) {
+      fail(Status::error(StatusCode::kSystem, rail->port().name() + ": its completions are lost"));
+      return true;
+    }
+    if (n == 0) break;
+    taken += n;
+    moved = true;
+    for (int i = 0; i < n && failure().is_ok(); ++i) {
+      const Completion& completion = done[i];
+      if (completion.status == 0 && completion.is_receive) {
+        const Status status = take_message(*rail, completion);
+        if (!status.is_ok()) fail(status);
+      } else if (completion.status == 0) {
+        rail->complete_sends(completion.id,
+                             [&](const Rail::Posted& entry) { on_sent(*rail, entry); });
+      } else {
+        // What the peer refuses is the fault of that one piece of work; the rest goes on.
+        const auto& posted = rail->posted();
+        const auto at = std::find_if(posted.begin(), posted.end(), [&](const Rail::Posted& entry) {
+          return entry.id == completion.id;
+        });
+        if (at != posted.end() && at->job && completion.status == platform::verbs::kStatusRemoteAccess) {
+          finish_job(at->job, Status::error(StatusCode::kInvalidUsage,
+                                            "the peer exposes no such memory: " +
+                                                describe_status(completion.status)));
+        }
+        break_rail(r, completion.status, describe_status(completion.status), real_clock().now_ns());
+      }
+    }
+    if (!failure().is_ok()) return true;
+  }
+  if (rail->state == Rail::State::kUp) rail->give_credits_back();
+  return moved;
+}
+
+Status RdmaLink::take_message(Rail& rail, const Completion& completion) {
+  ++rail.received;
+  if (completion.has_immediate) {
+    take_written(completion.immediate, completion.bytes);
+  } else {
+    const std::byte* cell = rail.received_cell(completion);
+    CellHeader header;
+    if (completion.bytes < sizeof header) return protocol_error("a message without a header");
+    std::memcpy(&header, cell, sizeof header);
+    if (header.kind == static_cast<std::uint8_t>(CellHeader::Kind::kProbe)) {
+      rail.heard_probe = true;
+    } else {
+      PYCOMM_RETURN_IF_ERROR(take_cell(cell, completion.bytes));
+    }
+  }
+  const Status status = rail.recycle(completion);
+  if (!status.is_ok()) rail.break_for(status);
+  return Status();
+}
+
+Status RdmaLink::take_cell(const std::byte* cell, std::uint32_t bytes) {
+  CellHeader header;
+  FrameHeader frame;
+  if (bytes < kCellOverhead) return protocol_error("a cell that is too short");
+  std::memcpy(&header, cell, sizeof header);
+  std::memcpy(&frame, cell + sizeof header, sizeof frame);
+  switch (static_cast<CellHeader::Kind>(header.kind)) {
+    case CellHeader::Kind::kRegion: {
+      PeerRegion region;
+      region.bytes = frame.message_bytes;
+      region.grant.address = header.address;
+      std::copy(std::begin(header.keys), std::end(header.keys), region.grant.keys.begin());
+      constexpr std::size_t kRegionsMax = 1 << 16;
+      if (peer_regions_.size() >= kRegionsMax) return protocol_error("too many regions");
+      peer_regions_[frame.signature] = region;
+      return Status();
+    }
+    case CellHeader::Kind::kRegionGone: peer_regions_[frame.signature] = PeerRegion(); return Status();
+    case CellHeader::Kind::kFrame: break;
+    default: return protocol_error("cell kind " + std::to_string(header.kind));
+  }
+  if (frame.payload_bytes != bytes - kCellOverhead) return protocol_error("a cell of another length");
+  Grant grant;
+  if (frame.kind == static_cast<std::uint8_t>(FrameKind::kClear)) {
+    grant.token = is_gone(header.token) ? 0 : header.token;
+    grant.address = header.address;
+    std::copy(std::begin(header.keys), std::end(header.keys), grant.keys.begin());
+  }
+  PYCOMM_RETURN_IF_ERROR(core_.begin(frame, grant));
+  if (std::byte* target = core_.payload_target(); target != nullptr && frame.payload_bytes > 0) {
+    std::memcpy(target, cell + kCellOverhead, frame.payload_bytes);
+    core_.counters().bytes_staged += frame.payload_bytes;
+  }
+  return core_.end();
+}
+
+// The NIC has put a piece of a granted message where it belongs.
+void RdmaLink::take_written(std::uint32_t token, std::uint32_t bytes) {
+  const auto it = grants_.find(token);
+  if (it == grants_.end()) return;  // taken back meanwhile
+  const Transfer& transfer = *it->second.transfer;
+  FrameHeader header;
+  header.kind = static_cast<std::uint8_t>(FrameKind::kData);
+  header.set_id(transfer.id);
+  header.signature = transfer.signature;
+  header.message_bytes = transfer.bytes;
+  header.payload_bytes = bytes;
+  header.argument = std::min(transfer.bytes_done, transfer.bytes);
+  Status status = core_.begin(header);
+  if (status.is_ok()) {
+    core_.counters().bytes_direct += bytes;
+    status = core_.end();
+  }
+  if (!status.is_ok()) fail(status);
+}
+
+void RdmaLink::end_piece(const std::shared_ptr<Job>& job, std::uint64_t bytes) {
+  job->bytes_under_way -= bytes;
+  if (job->is_complete()) finish_job(job, Status());
+}
+
+void RdmaLink::on_sent(Rail& rail, const Rail::Posted& entry) {
+  if (entry.is_probe) rail.sent_probe_arrived = true;
+  if (entry.is_goodbye) is_goodbye_under_way_ = false;
+  if (!entry.job) return;
+  rail.bytes_under_way -= entry.bytes;
+  Transfer* transfer = entry.job->transfer;
+  const bool lands_here =
+      entry.job->kind == Job::Kind::kRead || entry.job->kind == Job::Kind::kFetchAdd;
+  if (transfer != nullptr && lands_here && entry.cell >= 0) {
+    std::memcpy(transfer->data + entry.offset, rail.landed(entry), entry.bytes);
+    if (entry.job->kind == Job::Kind::kRead) core_.counters().bytes_staged += entry.bytes;
+  }
+  end_piece(entry.job, entry.bytes);
+}
+
+void RdmaLink::finish_job(const std::shared_ptr<Job>& job, Status status) {
+  Transfer* transfer = std::exchange(job->transfer, nullptr);
+  if (transfer == nullptr) return;
+  jobs_.erase(transfer);
+  for (auto& memory : job->registered) memory.reset();
+  if (job->kind == Job::Kind::kGranted) return core_.finish_write(*transfer, std::move(status));
+  if (status.is_ok() && job->kind == Job::Kind::kWrite) core_.counters().bytes_sent += transfer->bytes;
+  if (status.is_ok() && job->kind == Job::Kind::kRead) {
+    core_.counters().bytes_received += transfer->bytes;
+  }
+  transfer->state = status.is_ok() ? TransferState::kDone : TransferState::kFailed;
+  transfer->status = std::move(status);
+}
+
+// ---------------------------------------------------------------- sending
+
+// While it is open what has arrived on a broken rail, frames wait, so that they stay in order.
+bool RdmaLink::may_send_frames() const {
+  return std::none_of(rails_.begin(), rails_.end(), [](const auto& rail) {
+    return rail && rail->state == Rail::State::kBroken;
+  });
+}
+
+bool RdmaLink::transmit() {
+  bool moved = false;
+  Rail* primary = choose_primary();
+  if (primary != nullptr && may_send_frames()) {
+    moved |= transmit_again(*primary);
+    if (again_.empty()) moved |= transmit_frames(*primary);
+    if (again_.empty() && primary->state == Rail::State::kUp) moved |= transmit_regions();
+  }
+  return transmit_writes() || moved;
+}
+
+bool RdmaLink::transmit_again(Rail& rail) {
+  bool moved = false;
+  while (!again_.empty() && rail.can_send(true) && rail.has_cell()) {
+    std::vector<std::byte>& cell = again_.front();
+    scrub_clear(&cell);
+    std::memcpy(rail.free_cell(), cell.data(), cell.size());
+    // A goodbye that was lost is the last of them, and stays the last.
+    const bool is_goodbye = is_goodbye_under_way_ && again_.size() == 1;
+    ++num_again_;
+    moved = true;
+    const Status status = rail.send_cell(static_cast<std::uint32_t>(cell.size()), is_goodbye,
+                                         is_goodbye, false);
+    again_.pop_front();
+    if (!status.is_ok()) rail.break_for(status);
+    if (rail.must_break) break;
+  }
+  return moved;
+}
+
+bool RdmaLink::transmit_frames(Rail& rail) {
+  bool moved = false;
+  const auto has_room = [&] {
+    return rail.can_send(true) && rail.has_cell() && !rail.must_break;
+  };
+  while (!region_words_.empty() && has_room()) {
+    const std::uint64_t region = region_words_.front();
+    region_words_.pop_front();
+    moved = true;
+    const Status status = put_region_word(rail, region);
+    if (!status.is_ok()) rail.break_for(status);
+  }
+  while (core_.front() != nullptr && has_room()) {
+    const MessageCore::OutFrame& frame = *core_.front();
+    const bool is_goodbye = frame.header.kind == static_cast<std::uint8_t>(FrameKind::kGoodbye);
+    if (is_goodbye) {
+      const bool is_last = writes_.empty() && !core_.has_write_due() &&
+                           std::none_of(jobs_.begin(), jobs_.end(), [](const auto& job) {
+                             return job.second->bytes_under_way > 0;
+                           });
+      if (!is_last) break;
+      is_goodbye_under_way_ = true;
+    }
+    moved = true;
+    const Status status = put_frame(rail, frame);
+    core_.counters().bytes_staged += frame.header.payload_bytes;
+    core_.pop();
+    if (!status.is_ok()) rail.break_for(status);
+  }
+  return moved;
+}
+
+Status RdmaLink::put_frame(Rail& rail, const MessageCore::OutFrame& frame) {
+  std::byte* cell = rail.free_cell();
+  CellHeader header;
+  header.kind = static_cast<std::uint8_t>(CellHeader::Kind::kFrame);
+  if (frame.header.kind == static_cast<std::uint8_t>(FrameKind::kClear) && frame.header.key != 0) {
+    // One that was taken back meanwhile: the bytes then come in frames, and nobody wants them.
+    if (const auto it = grants_.find(frame.header.key); it != grants_.end()) {
+      header.token = frame.header.key;
+      header.address = reinterpret_cast<std::uint64_t>(it->second.transfer->data);
+      for (std::size_t r = 0; r < rails_.size(); ++r) {
+        if (it->second.registered[r]) header.keys[r] = it->second.registered[r]->remote_key();
+      }
+    }
+  }
+  std::memcpy(cell, &header, sizeof header);
+  std::memcpy(cell + sizeof header, &frame.header, sizeof frame.header);
+  const std::uint32_t payload = frame.header.payload_bytes;
+  if (payload > 0) std::memcpy(cell + kCellOverhead, frame.payload, payload);
+  const bool is_goodbye = frame.header.kind == static_cast<std::uint8_t>(FrameKind::kGoodbye);
+  return rail.send_cell(kCellOverhead + payload, is_goodbye, is_goodbye, false);
+}
+
+Status RdmaLink::put_region_word(Rail& rail, std::uint64_t region) {
+  CellHeader header;
+  FrameHeader frame;
+  frame.signature = region;
+  header.kind = static_cast<std::uint8_t>(CellHeader::Kind::kRegionGone);
+  if (const auto it = exposed_.find(region); it != exposed_.end()) {
+    header.kind = static_cast<std::uint8_t>(CellHeader::Kind::kRegion);
+    header.address = reinterpret_cast<std::uint64_t>(it->second.data);
+    frame.message_bytes = it->second.bytes;
+    for (std::size_t r = 0; r < rails_.size(); ++r) {
+      if (it->second.registered[r]) header.keys[r] = it->second.registered[r]->remote_key();
+    }
+  }
+  std::byte* cell = rail.free_cell();
+  std::memcpy(cell, &header, sizeof header);
+  std::memcpy(cell + sizeof header, &frame, sizeof frame);
+  return rail.send_cell(kCellOverhead, false, false, false);
+}
+
+// In the order of the calls, over one rail: a write comes before the fetch_add behind it.
+bool RdmaLink::transmit_regions() {
+  bool moved = false;
+  while (!region_jobs_.empty()) {
+    RegionJob& waiting = region_jobs_.front();
+    if (!waiting.job->has_piece()) {  // cancelled, refused, or all of it is under way
+      region_jobs_.pop_front();
+      continue;
+    }
+    if (!waiting.is_resolved && !resolve(waiting)) return moved;
+    if (!waiting.job->has_piece()) continue;
+    Rail& rail = *primary_;
+    if (!rail.can_send(false) || !rail.has_cell() || rail.must_break) return moved;
+    const std::size_t r = index_of(rail);
+    const std::uint64_t before = waiting.job->bytes_under_way;
+    if (waiting.job->kind == Job::Kind::kFetchAdd) ++num_atomics_;
+    const Status status = rail.send_piece(waiting.job, r, UINT64_MAX, &core_.counters());
+    rail.bytes_under_way += waiting.job->bytes_under_way - before;
+    moved = true;
+    if (!status.is_ok()) rail.break_for(status);
+  }
+  return moved;
+}
+
+bool RdmaLink::transmit_writes() {
+  bool moved = false;
+  for (MessageCore::OutWrite due; core_.next_write(&due);) {
+    auto job = std::make_shared<Job>();
+    job->transfer = due.transfer;
+    job->grant = due.grant;
+    jobs_[due.transfer] = job;
+    writes_.push_back(std::move(job));
+  }
+  const std::uint64_t piece_max = num_up() > 1 ? kPieceBytes : UINT64_MAX;
+  while (!writes_.empty()) {
+    const std::shared_ptr<Job> job = writes_.front();
+    if (!job->has_piece()) {
+      writes_.pop_front();
+      continue;
+    }
+    // The rail with the least under way: so each carries what it can.
+    Rail* best = nullptr;
+    for (const auto& rail : rails_) {
+      const bool can = rail && rail->state == Rail::State::kUp && !rail->must_break &&
+                       rail->can_send(true) && rail->has_cell();
+      if (can && (best == nullptr || rail->bytes_under_way < best->bytes_under_way)) {
+        best = rail.get();
+      }
+    }
+    if (best == nullptr) return moved;
+    const std::uint64_t before = job->bytes_under_way;
+    const Status status = best->send_piece(job, index_of(*best), piece_max, &core_.counters());
+    best->bytes_under_way += job->bytes_under_way - before;
+    moved = true;
+    if (!status.is_ok()) best->break_for(status);
+  }
+  return moved;
+}
+
+// ---------------------------------------------------------------- the end
+
+void RdmaLink::cancel(Transfer& transfer) {
+  if (transfer.is_finished() || transfer.state == TransferState::kIdle) return;
+  std::shared_ptr<Job> job;
+  if (const auto it = jobs_.find(&transfer); it != jobs_.end()) {
+    job = it->second;
+    jobs_.erase(it);
+    job->transfer = nullptr;
+  }
+  // The NIC may be reading or writing the span right now.
+  if (job && job->bytes_under_way > 0) revoke();
+  if (job && job->kind != Job::Kind::kGranted) {
+    transfer.state = TransferState::kFailed;
+    transfer.status = Status::error(StatusCode::kAborted, "cancelled");
+    return;
+  }
+  core_.cancel(transfer);
+}
+
+void RdmaLink::fail(const Status& status) {
+  if (!failure().is_ok()) return;
+  // Before anyone is told: nothing of theirs is touched any more.
+  for (const auto& rail : rails_) {
+    if (rail && !rail->break_off().is_ok()) rail->end();
+    if (rail) rail->state = Rail::State::kBroken;
+  }
+  core_.fail(status);
+  const auto jobs = std::exchange(jobs_, {});
+  for (const auto& [transfer, job] : jobs) {
+    job->transfer = nullptr;
+    if (job->kind == Job::Kind::kGranted) continue;  // the core's
+    transfer->state = TransferState::kFailed;
+    transfer->status = status;
+  }
+  writes_.clear();
+  region_jobs_.clear();
+  again_.clear();
+}
+
+bool RdmaLink::is_flushed() const {
+  return core_.is_idle() && writes_.empty() && again_.empty() && region_words_.empty() &&
+         control_out_.empty() && !is_goodbye_under_way_;
+}
+
+LinkStats RdmaLink::stats() const {
+  LinkStats stats;
+  for (const auto& rail : rails_) {
+    if (!rail) continue;
+    const RegistrationCounters& of_rail = rail->registrations().counters();
+    stats.registrations.registrations += of_rail.registrations;
+    stats.registrations.cache_hits += of_rail.cache_hits;
+    stats.registrations.evictions += of_rail.evictions;
+    stats.registrations.refusals += of_rail.refusals;
+    stats.rail_resets += rail->num_resets;
+    const bool is_up = rail->state == Rail::State::kUp;
+    stats.rails.push_back(rail->port().name() + (is_up ? " up" : " down") +
+                          (is_up || rail->last_error.empty() ? "" : ": " + rail->last_error));
+  }
+  stats.bytes_registered = place_.budget->held();
+  stats.atomics = num_atomics_;
+  stats.messages_again = num_again_;
+  return stats;
+}
+
+// ---------------------------------------------------------------- factory
+
+Result<std::shared_ptr<CoreLink>> make_link(std::unique_ptr<platform::ByteStream> stream,
+                                            const Place& place, const LinkOptions& options,
+                                            base::TimeNs now) {
+  auto poller = platform::Poller::create();
+  if (!poller.is_ok()) return poller.status();
+  PYCOMM_RETURN_IF_ERROR(poller.value().add(stream->fd(), 0));
+  return std::shared_ptr<CoreLink>(std::make_shared<RdmaLink>(
+      std::move(stream), place, options, std::move(poller).value(), now));
+}
+
+Establishment establishment(const CoreLink& link) {
+  return static_cast<const RdmaLink&>(link).establishment();
+}
+
+std::unique_ptr<platform::ByteStream> take_stream(CoreLink& link, std::string* reason) {
+  return static_cast<RdmaLink&>(link).take_stream(reason);
+}
+
+std::unique_ptr<LinkStats> link_stats(const CoreLink& link) {
+  if (std::string_view(link.transport()) != "rdma") return nullptr;
+  return std::make_unique<LinkStats>(static_cast<const RdmaLink&>(link).stats());
+}
+
+}  // namespace pycomm::transport::rdma

@@ -1,0 +1,484 @@
+// RdmaLink, its rails: how they come up, what happens when one breaks, and the stream beside them.
+#include <algorithm>
+#include <cstring>
+
+#include "base/log.h"
+#include "platform/system.h"
+#include "transport/rdma/link.h"
+
+namespace pycomm::transport::rdma {
+namespace {
+
+using base::TimeNs;
+using Kind = ControlMessage::Kind;
+using State = Rail::State;
+using platform::IoOutcome;
+
+constexpr TimeNs kSettleNs = 3'000'000'000;        // for the peer to answer for one rail
+constexpr TimeNs kRetryFirstNs = 20'000'000;       // doubled with each failure
+constexpr int kRetryDoublingsMax = 8;
+constexpr TimeNs kAfterStreamNs = 20'000'000;      // for what was sent before the stream's end
+constexpr TimeNs kBlockedNs = 1'000'000;
+
+}  // namespace
+
+// ---------------------------------------------------------------- the stream
+
+bool RdmaLink::read_control(TimeNs now) {
+  if (stream_ended_at_ != 0) {
+    if (peer_departed()) {
+      stream_->end_writing();
+      end_after_goodbye();
+      return true;
+    }
+    if (now > stream_ended_at_ + kAfterStreamNs) {
+      const std::string rails = describe_rails();
+      fail(Status::error(StatusCode::kPeerLost,
+                         stream_end_ + (rails.empty() ? "" : " (" + rails + ")")));
+      return true;
+    }
+    return false;
+  }
+  bool moved = false;
+  // Never more than a message at once: after a refusal the stream serves for something else.
+  while (establishment_ != Establishment::kRefused && failure().is_ok()) {
+    char buffer[sizeof(ControlMessage)];
+    const auto result = stream_->read_some(buffer, sizeof buffer - control_in_.size());
+    if (result.outcome == IoOutcome::kWouldBlock) {
+      is_stream_ready_ = false;
+      return moved;
+    }
+    moved = true;
+    if (result.outcome != IoOutcome::kMoved) {
+      lose_stream(result.outcome == IoOutcome::kClosed ? "its process ended without a goodbye"
+                                                       : stream_->explain(result),
+                  now);
+      return true;
+    }
+    control_in_.append(buffer, result.bytes);
+    if (control_in_.size() < sizeof(ControlMessage)) continue;
+    ControlMessage message;
+    std::memcpy(&message, control_in_.data(), sizeof message);
+    control_in_.clear();
+    if (!message.is_valid()) {
+      fail(Status::error(StatusCode::kInternal, "the peer broke the protocol: a control message"));
+    } else {
+      take_control(message, now);
+    }
+  }
+  return moved;
+}
+
+void RdmaLink::lose_stream(const std::string& why, TimeNs now) {
+  if (stream_ended_at_ != 0) return;
+  stream_ended_at_ = now;
+  stream_end_ = why;
+}
+
+void RdmaLink::write_control() {
+  while (!control_out_.empty() && stream_ended_at_ == 0) {
+    const iovec vector{control_out_.data(), control_out_.size()};
+    const auto result = stream_->write_vectors(&vector, 1);
+    if (result.outcome == IoOutcome::kWouldBlock) return;
+    if (result.outcome != IoOutcome::kMoved) {
+      return lose_stream(stream_->explain(result), platform::real_clock().now_ns());
+    }
+    control_out_.erase(0, result.bytes);
+  }
+  if (stream_ended_at_ != 0) control_out_.clear();
+  static_cast<void>(stream_->flush());
+}
+
+void RdmaLink::say(Kind kind, std::size_t r) {
+  ControlMessage message;
+  message.kind = static_cast<std::uint8_t>(kind);
+  message.rail = static_cast<std::uint8_t>(r);
+  if (kind == Kind::kVerdict) {
+    message.mask = static_cast<std::uint8_t>(mine_up_);
+  } else if (const Rail* rail = rails_[r].get()) {
+    message.generation = rail->generation;
+    if (kind == Kind::kUp) {
+      message.set_address(rail->address());
+      message.credit_address = rail->credit_address();
+      message.credit_key = rail->credit_key();
+    } else if (kind == Kind::kDown) {
+      message.received = rail->received;
+      message.status = static_cast<std::uint8_t>(rail->last_status);
+    }
+  }
+  control_out_.append(reinterpret_cast<const char*>(&message), sizeof message);
+}
+
+void RdmaLink::take_control(const ControlMessage& message, TimeNs now) {
+  const auto kind = static_cast<Kind>(message.kind);
+  if (kind == Kind::kOffer) return take_offer(message, now);
+  if (kind == Kind::kVerdict) {
+    theirs_up_ = message.mask;
+    return;
+  }
+  if (kind == Kind::kGone) return forget_grant(message.token);
+  // After the verdict nothing may be answered until it is clear what the stream serves for.
+  if (sent_verdict_ && establishment_ == Establishment::kUnderWay) {
+    constexpr std::size_t kDeferredMax = 256;
+    if (deferred_.size() < kDeferredMax) deferred_.push_back(message);
+    return;
+  }
+  if (message.rail >= rails_.size()) {
+    return fail(Status::error(StatusCode::kInternal, "the peer broke the protocol: no such rail"));
+  }
+  const std::size_t r = message.rail;
+  Rail* rail = rails_[r].get();
+  if (rail == nullptr) {
+    if (kind != Kind::kUp) return;
+    ControlMessage refusal;
+    refusal.kind = static_cast<std::uint8_t>(Kind::kDown);
+    refusal.rail = message.rail;
+    refusal.generation = message.generation;
+    control_out_.append(reinterpret_cast<const char*>(&refusal), sizeof refusal);
+    return;
+  }
+  if (message.generation < rail->generation) return;  // of a life that is over
+  if (message.generation > rail->generation) {
+    return fail(Status::error(StatusCode::kInternal, "the peer broke the protocol: a rail's life"));
+  }
+  switch (kind) {
+    case Kind::kUp:
+      if (rail->state != State::kIdle && rail->state != State::kOffered) return;
+      rail->heard_up = true;
+      rail->theirs = message.address();
+      rail->their_credit_address = message.credit_address;
+      rail->their_credit_key = message.credit_key;
+      if (rail->state == State::kIdle) begin_rail(r, now);
+      if (rail->state == State::kOffered) connect_rail(r, now);
+      return;
+    case Kind::kReady: rail->heard_ready = true; return;
+    case Kind::kDown:
+      if (rail->state == State::kIdle) {  // there was nothing here: on to the next life
+        say(Kind::kDown, r);
+        ++rail->generation;
+        rail->heard_up = false;
+        ++rail->num_failures;
+        return;
+      }
+      rail->heard_down = true;
+      rail->peer_received = message.received;
+      break_rail(r, 0,
+                 message.status != 0 ? "the peer's end: " +
+                                           platform::verbs::describe_status(message.status)
+                                     : "the peer's end was reset",
+                 now);
+      if (rail->state == State::kBroken && rail->sent_down) settle_rail(r, now);
+      return;
+    default: return;
+  }
+}
+
+void RdmaLink::take_offer(const ControlMessage& message, TimeNs now) {
+  if (std::exchange(has_offer_, true)) {
+    return fail(Status::error(StatusCode::kInternal, "the peer broke the protocol: two offers"));
+  }
+  const std::size_t mine = std::min(place_.ports.size(), kRailsMax);
+  const std::size_t theirs = message.num_rails;
+  if (mine == 0 || theirs == 0) {
+    refusal_ = mine == 0 ? "no RDMA device here" : "no RDMA device there";
+    return;
+  }
+  is_armed_ = false;
+  Rail::Limits limits;
+  limits.cell_bytes = kCellOverhead + kCellPayloadMax;
+  for (std::size_t r = 0; r < std::max(mine, theirs); ++r) {
+    auto rail = Rail::open(place_.ports[r % mine], place_.budget, place_.monitor, limits);
+    if (rail.is_ok()) {
+      const platform::verbs::Domain& domain = rail.value()->domain();
+      has_atomics_ &= domain.port().has_atomics;
+      if (domain.fd() >= 0) static_cast<void>(poller_.add(domain.fd(), r + 1));
+      rail.value()->generation = 1;
+      rails_.push_back(std::move(rail).value());
+    } else {
+      refusal_ = place_.ports[r % mine]->info().name() + ": " + rail.status().message();
+      rails_.push_back(nullptr);
+    }
+  }
+  run_rails(now);
+}
+
+// ---------------------------------------------------------------- up
+
+void RdmaLink::begin_rail(std::size_t r, TimeNs now) {
+  Rail& rail = *rails_[r];
+  if (Status status = rail.begin(rail.generation); !status.is_ok()) {
+    rail.last_error = status.message();
+    rail.end();
+    ++rail.num_failures;
+    rail.retry_at = now + (kRetryFirstNs << std::min(rail.num_failures, kRetryDoublingsMax));
+    return say(Kind::kDown, r);
+  }
+  rail.state = State::kOffered;
+  rail.settle_by = now + kSettleNs;
+  say(Kind::kUp, r);
+  if (rail.heard_up) connect_rail(r, now);
+}
+
+void RdmaLink::connect_rail(std::size_t r, TimeNs now) {
+  Rail& rail = *rails_[r];
+  if (Status status = rail.connect(rail.theirs, rail.their_credit_address, rail.their_credit_key,
+                                   options_.rdma);
+      !status.is_ok()) {
+    return break_rail(r, 0, status.message(), now);
+  }
+  rail.state = State::kConnected;
+  rail.settle_by = now + kSettleNs;
+  say(Kind::kReady, r);
+}
+
+void RdmaLink::run_rails(TimeNs now) {
+  const bool is_between = sent_verdict_ && establishment_ == Establishment::kUnderWay;
+  for (std::size_t r = 0; r < rails_.size() && !is_between; ++r) {
+    if (rails_[r] && failure().is_ok() && !has_ended_) run_rail(r, now);
+  }
+  if (!drain_failure_.is_ok()) fail(drain_failure_);
+  if (!failure().is_ok() || has_ended_) return;
+  if (establishment_ == Establishment::kUnderWay) {
+    run_establishment(now);
+  } else {
+    watch_patience(now);
+  }
+}
+
+void RdmaLink::run_rail(std::size_t r, TimeNs now) {
+  Rail& rail = *rails_[r];
+  const bool is_over = peer_departed() || stream_ended_at_ != 0;
+  if (rail.must_break) break_rail(r, 0, rail.last_error, now);
+  switch (rail.state) {
+    case State::kIdle:
+      if (now >= rail.retry_at && !is_over) begin_rail(r, now);
+      break;
+    case State::kOffered: break;
+    case State::kConnected:
+      if (rail.heard_ready) {
+        CellHeader probe;
+        probe.kind = static_cast<std::uint8_t>(CellHeader::Kind::kProbe);
+        std::memcpy(rail.free_cell(), &probe, sizeof probe);
+        const Status status = rail.send_cell(sizeof probe, true, false, true);
+        rail.state = State::kProbing;
+        if (!status.is_ok()) rail.break_for(status);
+      }
+      break;
+    case State::kProbing:
+      if (rail.heard_probe && rail.sent_probe_arrived) {
+        rail.state = State::kUp;
+        rail.num_failures = 0;
+        rail.settle_by = base::kNever;
+        if (rail.generation > 1 && !rail.last_error.empty()) {
+          base::log(base::LogLevel::kInfo, base::Subsystem::kNet,
+                    "the RDMA path through " + rail.port().name() + " is there again");
+        }
+      }
+      break;
+    case State::kUp: break;
+    case State::kBroken:
+      // What had arrived before the break has been taken in by now.
+      if (!rail.sent_down && !is_over && !rail.has_backlog()) {
+        rail.sent_down = true;
+        say(Kind::kDown, r);
+        if (rail.heard_down) settle_rail(r, now);
+      }
+      break;
+  }
+  if (now > rail.settle_by) break_rail(r, 0, "the peer does not answer", now);
+}
+
+void RdmaLink::run_establishment(TimeNs now) {
+  const bool is_late = now > opened_at_ + options_.establish_ns;
+  if (!has_offer_) {
+    if (is_late) fail(Status::error(StatusCode::kTimeout, "the peer does not speak of RDMA"));
+    return;
+  }
+  if (rails_.empty()) {
+    establishment_ = Establishment::kRefused;
+    return;
+  }
+  const auto is_settled = [&](const std::unique_ptr<Rail>& rail) {
+    return !rail || rail->state == State::kUp || rail->num_failures > 0 || is_late;
+  };
+  if (!sent_verdict_ && std::all_of(rails_.begin(), rails_.end(), is_settled)) {
+    sent_verdict_ = true;
+    for (std::size_t r = 0; r < rails_.size(); ++r) {
+      if (rails_[r] && rails_[r]->state == State::kUp) mine_up_ |= 1 << r;
+    }
+    say(Kind::kVerdict, 0);
+  }
+  if (!sent_verdict_ || theirs_up_ < 0) {
+    if (now > opened_at_ + 2 * options_.establish_ns) {
+      fail(Status::error(StatusCode::kTimeout, "the peer does not say which RDMA paths it has"));
+    }
+    return;
+  }
+  if ((mine_up_ & theirs_up_) != 0) {
+    establishment_ = Establishment::kDone;
+    for (const ControlMessage& message : std::exchange(deferred_, {})) take_control(message, now);
+    return;
+  }
+  establishment_ = Establishment::kRefused;
+  const std::string rails = describe_rails();
+  refusal_ = "no message got through" + (rails.empty() ? "" : " (" + rails + ")");
+  for (const auto& rail : rails_) {
+    if (rail && !rail->break_off().is_ok()) rail->end();
+  }
+}
+
+std::unique_ptr<platform::ByteStream> RdmaLink::take_stream(std::string* reason) {
+  *reason = refusal_;
+  write_control();
+  rails_.clear();
+  return std::move(stream_);
+}
+
+// ---------------------------------------------------------------- down
+
+void RdmaLink::break_rail(std::size_t r, int status, const std::string& why, TimeNs now) {
+  Rail& rail = *rails_[r];
+  if (rail.state == State::kIdle || rail.state == State::kBroken) return;
+  const bool was_up = rail.state == State::kUp;
+  rail.must_break = false;
+  rail.last_status = status;
+  rail.last_error = why;
+  rail.settle_by = base::kNever;
+  ++rail.num_resets;
+  if (Status drained = rail.break_off(); !drained.is_ok()) {
+    rail.end();
+    drain_failure_ = drained;  // may be inside a call of the core's: told at the next turn
+  }
+  rail.state = State::kBroken;
+  rail.is_revoking = why.empty();
+  if (!rail.is_revoking) ++rail.num_failures;
+  rail.retry_at = now + (rail.is_revoking || why == "the peer's end was reset"
+                             ? 0
+                             : kRetryFirstNs << std::min(rail.num_failures, kRetryDoublingsMax));
+  // What was only flushed has its cause at the other end, which tells of it.
+  if (was_up && status != 0 && status != platform::verbs::kStatusFlushed) {
+    base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+              "the RDMA path through " + rail.port().name() + " broke: " + why + "; " +
+                  (num_up() > 0 ? "going on over " + std::to_string(num_up()) + " more"
+                                : "no other is left, trying again"));
+  }
+}
+
+// Both ends know what arrived: exactly the rest goes again.
+void RdmaLink::settle_rail(std::size_t r, TimeNs now) {
+  Rail& rail = *rails_[r];
+  send_rest_again(r);
+  rail.end();
+  rail.state = State::kIdle;
+  rail.heard_up = false;
+  ++rail.generation;
+  rail.retry_at = std::max(rail.retry_at, now);
+}
+
+void RdmaLink::send_rest_again(std::size_t r) {
+  Rail& rail = *rails_[r];
+  std::uint64_t number = rail.num_counted_before();
+  std::deque<RegionJob> region_jobs;
+  for (Rail::Posted& entry : rail.take_posted()) {
+    const bool has_arrived = entry.is_counted && number++ < rail.peer_received;
+    if (has_arrived) {
+      on_sent(rail, entry);
+      continue;
+    }
+    if (entry.cell >= 0 && !entry.job) {
+      if (entry.is_probe) continue;
+      const std::byte* cell = rail.landed(entry);
+      again_.emplace_back(cell, cell + entry.bytes);
+      continue;
+    }
+    if (!entry.job) continue;  // credits
+    const std::shared_ptr<Job>& job = entry.job;
+    job->bytes_under_way -= entry.bytes;
+    if (job->transfer == nullptr) continue;
+    if (job->is_unwanted) {
+      end_piece(job, 0);
+      continue;
+    }
+    if (job->kind == Job::Kind::kFetchAdd) {
+      finish_job(job, Status::error(StatusCode::kSystem,
+                                    "the path broke under a fetch_add, which may or may not have "
+                                    "been carried out (" + rail.last_error + ")"));
+      continue;
+    }
+    const bool was_waiting = job->has_piece();
+    job->again.push_back({entry.offset, entry.bytes});
+    ++num_again_;
+    if (was_waiting) continue;
+    if (job->kind == Job::Kind::kGranted) {
+      writes_.push_back(job);
+    } else {
+      region_jobs.push_back({0, 0, job, true});
+    }
+  }
+  // They were posted before those that still wait.
+  region_jobs_.insert(region_jobs_.begin(), region_jobs.begin(), region_jobs.end());
+}
+
+void RdmaLink::watch_patience(TimeNs now) {
+  if (num_up() > 0 || peer_departed() || stream_ended_at_ != 0) {
+    without_rail_since_ = 0;
+    return;
+  }
+  if (without_rail_since_ == 0) without_rail_since_ = now;
+  if (now - without_rail_since_ < options_.patience_ns) return;
+  fail(Status::error(StatusCode::kPeerLost,
+                     "no RDMA path to it is left (" + describe_rails() + ")"));
+}
+
+std::size_t RdmaLink::num_up() const {
+  return static_cast<std::size_t>(
+      std::count_if(rails_.begin(), rails_.end(),
+                    [](const auto& rail) { return rail && rail->state == State::kUp; }));
+}
+
+std::size_t RdmaLink::index_of(const Rail& rail) const {
+  const auto is_it = [&](const auto& candidate) { return candidate.get() == &rail; };
+  return static_cast<std::size_t>(std::find_if(rails_.begin(), rails_.end(), is_it) -
+                                  rails_.begin());
+}
+
+Rail* RdmaLink::choose_primary() {
+  const auto is_good = [](const Rail* rail) {
+    return rail != nullptr && rail->state == State::kUp && !rail->must_break;
+  };
+  if (is_good(primary_)) return primary_;
+  primary_ = nullptr;
+  for (const auto& rail : rails_) {
+    if (primary_ == nullptr && is_good(rail.get())) primary_ = rail.get();
+  }
+  return primary_;
+}
+
+std::string RdmaLink::describe_rails() const {
+  std::string text;
+  for (const auto& rail : rails_) {
+    if (!rail || rail->last_error.empty()) continue;
+    text += (text.empty() ? "" : "; ") + rail->port().name() + ": " + rail->last_error;
+  }
+  return text;
+}
+
+base::TimeNs RdmaLink::next_deadline() const {
+  if (stream_ended_at_ != 0) return stream_ended_at_ + kAfterStreamNs;
+  TimeNs at = base::kNever;
+  const auto sooner = [&](TimeNs then) { at = std::min(at, then); };
+  for (const auto& rail : rails_) {
+    if (!rail) continue;
+    if (rail->state == State::kIdle && !peer_departed()) sooner(rail->retry_at);
+    sooner(rail->settle_by);
+  }
+  if (without_rail_since_ != 0) sooner(without_rail_since_ + options_.patience_ns);
+  // Credits come by a write that completes nothing here; without an event all is looked at anew.
+  const bool is_blocked = !again_.empty() || !core_.is_idle() || !writes_.empty();
+  if (is_blocked || !control_out_.empty() || !is_armed_) {
+    sooner(platform::real_clock().now_ns() + kBlockedNs);
+  }
+  return at;
+}
+
+}  // namespace pycomm::transport::rdma
