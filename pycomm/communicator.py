@@ -264,7 +264,7 @@ class Communicator:
     def peer_stats(self) -> list[dict[str, Any]]:
         """For each other rank: transport, bytes sent, received, copied on the way, and direct.
 
-        Over QUIC, `paths` has a row for each connection (docs/wan.md)."""
+        Over QUIC `paths` (docs/wan.md), over RDMA `rdma` (docs/rdma.md) says more."""
         return self._group.peer_stats()
 
     def flight_records(self) -> list[dict[str, Any]]:

@@ -23,6 +23,22 @@ inline pybind11::dict path_row(const PathStats& path) {
   return row;
 }
 
+inline pybind11::dict rdma_row(const RdmaStats& rdma) {
+  pybind11::dict row;
+  row["registrations"] = rdma.registrations;
+  row["cache_hits"] = rdma.cache_hits;
+  row["evictions"] = rdma.evictions;
+  row["refusals"] = rdma.refusals;
+  row["bytes_registered"] = rdma.bytes_registered;
+  row["atomics"] = rdma.atomics;
+  row["messages_again"] = rdma.messages_again;
+  row["path_resets"] = rdma.path_resets;
+  pybind11::list paths;
+  for (const std::string& path : rdma.paths) paths.append(path);
+  row["paths"] = paths;
+  return row;
+}
+
 inline pybind11::list peer_stats_rows(const std::vector<PeerStats>& stats) {
   pybind11::list rows;
   for (const PeerStats& peer : stats) {
@@ -38,6 +54,7 @@ inline pybind11::list peer_stats_rows(const std::vector<PeerStats>& stats) {
     pybind11::list paths;
     for (const PathStats& path : peer.paths) paths.append(path_row(path));
     if (!peer.paths.empty()) row["paths"] = paths;
+    if (peer.rdma) row["rdma"] = rdma_row(*peer.rdma);
     rows.append(row);
   }
   return rows;

@@ -32,7 +32,7 @@ Status about_rank(const Status& status, Rank rank, const char* doing) {
 class Connector {
  public:
   explicit Connector(const Gathering& gathering)
-      : gathering_(gathering), tcp_(gathering), quic_(gathering) {}
+      : gathering_(gathering), rdma_(gathering), tcp_(gathering, rdma_), quic_(gathering) {}
 
   Status open() {
     PYCOMM_RETURN_IF_ERROR(tcp_.open());
@@ -88,13 +88,18 @@ class Connector {
 
   Status connect(const Hello& theirs, Path path) {
     if (path == Path::kShm) return connect_shm(theirs);
-    const bool is_wanted = gathering_.options.transport == TransportChoice::kQuic;
+    const TransportChoice choice = gathering_.options.transport;
+    const bool is_wanted = choice == TransportChoice::kQuic;
+    if (path == Path::kRdma) return connect_tcp(theirs);  // where the stream becomes one
     if (path == Path::kTcp) {
-      if (!is_wanted) return connect_tcp(theirs);
-      const std::string& mine = hello(gathering_.rank).quic_refusal;
+      if (!is_wanted && choice != TransportChoice::kRdma) return connect_tcp(theirs);
+      const Hello& mine = hello(gathering_.rank);
+      const std::string& refusal = is_wanted ? mine.quic_refusal : mine.rdma_refusal;
+      const std::string& other = is_wanted ? theirs.quic_refusal : theirs.rdma_refusal;
       return Status::error(StatusCode::kInvalidUsage,
-                           "PYCOMM_TRANSPORT=quic, but there is no QUIC: " +
-                               (mine.empty() ? theirs.quic_refusal : mine));
+                           std::string(is_wanted ? "PYCOMM_TRANSPORT=quic, but there is no QUIC: "
+                                                 : "PYCOMM_TRANSPORT=rdma, but there is no RDMA: ") +
+                               (!refusal.empty() ? refusal : "on the other host: " + other));
     }
     const Status status = quic_.connect(theirs);
     if (status.is_ok() || is_wanted || status.code() != StatusCode::kTimeout) return status;
@@ -224,6 +229,7 @@ class Connector {
   }
 
   const Gathering& gathering_;
+  RdmaDoor rdma_;
   TcpDoor tcp_;
   QuicDoor quic_;
   int num_refusals_ = 0;

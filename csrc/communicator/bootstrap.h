@@ -32,6 +32,8 @@ struct Hello {
   // no QUIC.
   std::vector<UdpAddress> quic_paths;
   std::string quic_refusal;
+  int num_rdma_ports = 0;
+  std::string rdma_refusal;
   std::string proof;        // how it proves membership: "none", "secret", "certificate" or both
   std::string cpus;         // processors that this rank may run on, platform::allowed_cpus()
   std::uint64_t nonce = 0;  // rank 0's becomes the group's id
@@ -50,8 +52,9 @@ Status compare(const std::vector<Hello>& hellos);
 int num_cpus(const std::vector<Hello>& hellos);
 
 // Which transport two processes use; decided alike on both sides.
-enum class Path { kShm, kTcp, kQuic };
-// Among hosts QUIC where both have it; on one host, without shared memory, TCP.
+enum class Path { kShm, kTcp, kQuic, kRdma };
+// Among hosts RDMA where both have it and nobody asked for encryption, then QUIC; on one host,
+// without shared memory, TCP.
 Path choose_path(const Hello& a, const Hello& b, TransportChoice choice);
 
 // A group's creation as its ranks see it in the store: who has said hello, and whether one of them

@@ -39,7 +39,7 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
   hello.process_id = engine.process_id();
   hello.host = platform::host_identity();
   const bool is_network_only =
-      options.transport == TransportChoice::kTcp || options.transport == TransportChoice::kQuic;
+      options.transport != TransportChoice::kAuto && options.transport != TransportChoice::kShm;
   const bool shares = engine.host() != nullptr && !is_network_only && !options.shm_disabled;
   hello.shm_domain = shares ? platform::shared_memory_domain() : "";
   hello.shm_refusal = is_network_only        ? "PYCOMM_TRANSPORT"
@@ -49,6 +49,10 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
     hello.quic_paths.push_back({engine.quic_told()[i], engine.quic()[i]->port()});
   }
   hello.quic_refusal = engine.quic_refusal();
+  const bool may_use_rdma =
+      options.transport == TransportChoice::kAuto || options.transport == TransportChoice::kRdma;
+  hello.num_rdma_ports = may_use_rdma ? static_cast<int>(engine.rdma().ports.size()) : 0;
+  hello.rdma_refusal = may_use_rdma ? engine.rdma_refusal() : "PYCOMM_TRANSPORT";
   hello.local_name = engine.local_name();
   hello.tcp_address = engine.addresses().advertise;
   const std::string& listen = engine.addresses().listen;

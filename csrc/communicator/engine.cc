@@ -108,10 +108,13 @@ Status Engine::start(const Options& options) {
   tcp_listener_ = std::move(tcp).value();
   forget_after_fork(local_listener_.get());
   forget_after_fork(tcp_listener_.fd.get());
-  if (const Status status = start_quic(options); !status.is_ok()) {
+  Status status = start_quic(options);
+  if (status.is_ok()) status = start_rdma(options);
+  if (!status.is_ok()) {
     forget_no_more(local_listener_.get());
     forget_no_more(tcp_listener_.fd.get());
     for (const auto& endpoint : quic_) forget_no_more(endpoint->fd());
+    forget_rdma();
     return status;
   }
   progress_thread_ = std::thread([this] { progress_loop(); });
@@ -179,10 +182,11 @@ void Engine::stop() {
   forget_no_more(local_listener_.get());
   forget_no_more(tcp_listener_.fd.get());
   for (auto& [id, peer] : links_) {
-    if (peer.link->fd() >= 0) forget_no_more(peer.link->fd());
+    for (const int fd : peer.link->fds()) forget_no_more(fd);
   }
   links_.clear();
   for (const auto& endpoint : quic_) forget_no_more(endpoint->fd());
+  forget_rdma();
   stashed_.clear();
 }
 
@@ -454,7 +458,8 @@ std::vector<PeerStats> Engine::peer_stats(const Group& group) {
       counters.bytes_direct += local.direct;
     }
     stats.push_back({static_cast<Rank>(r), link->transport(), counters,
-                     transport::quic::path_stats(*static_cast<const CoreLink*>(link))});
+                     transport::quic::path_stats(*static_cast<const CoreLink*>(link)),
+                     transport::rdma::link_stats(*static_cast<const CoreLink*>(link))});
   }
   return stats;
 }

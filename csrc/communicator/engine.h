@@ -23,6 +23,7 @@
 #include "platform/sockets.h"
 #include "transport/core_link.h"
 #include "transport/quic/endpoint.h"
+#include "transport/rdma/factory.h"
 #include "transport/shm/host.h"
 
 namespace pycomm::communicator {
@@ -70,6 +71,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::vector<std::string>& quic_told() const { return quic_told_; }
   // Why there is none, or fewer.
   const std::string& quic_refusal() const { return quic_refusal_; }
+  // RDMA ports that may be used; none, and why.
+  const transport::rdma::Place& rdma() const { return rdma_; }
+  const std::string& rdma_refusal() const { return rdma_refusal_; }
   // Endpoints, and links of theirs, are used under this lock.
   template <class F>
   auto with_quic(F f) {
@@ -151,6 +155,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine() = default;
   Status start(const Options& options);
   Status start_quic(const Options& options);
+  Status start_rdma(const Options& options);
+  void forget_rdma();
   void stop();
   bool progress();  // needs mutex_
   void watch_links();
@@ -188,6 +194,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::shared_ptr<transport::quic::Endpoint>> quic_;
   std::vector<std::string> quic_told_;
   std::string quic_refusal_;
+  transport::rdma::Place rdma_;
+  std::string rdma_refusal_;
   std::mutex creation_mutex_;
   Crowding crowding_;
 

@@ -28,6 +28,59 @@ std::string reset_key() {
   return fresh;
 }
 
+// "mlx5_0:1,mlx5_2" (prefixes of names, a port or all), "=mlx5_0" (exact), "^mlx5_1" (not).
+bool names_port(std::string item, const platform::verbs::PortInfo& port, bool is_exact) {
+  const std::size_t colon = item.find(':');
+  if (colon != std::string::npos) {
+    if (item.substr(colon + 1) != std::to_string(port.number)) return false;
+    item.resize(colon);
+  }
+  return is_exact ? port.device == item : port.device.starts_with(item);
+}
+
+// What PYCOMM_IB_HCA lets through and can be used, in the order in which it names them.
+std::vector<platform::verbs::PortInfo> usable_ports(
+    const std::vector<platform::verbs::PortInfo>& ports, const RdmaOptions& options,
+    std::string* refusal) {
+  std::string spec = options.devices;
+  const bool excludes = spec.starts_with("^");
+  if (excludes) spec.erase(0, 1);
+  const bool is_exact = spec.starts_with("=");
+  if (is_exact) spec.erase(0, 1);
+  std::vector<std::string> items;
+  for (std::size_t at = 0; !spec.empty() && at <= spec.size();) {
+    const std::size_t end = std::min(spec.find(',', at), spec.size());
+    items.push_back(spec.substr(at, end - at));
+    at = end + 1;
+  }
+  std::vector<platform::verbs::PortInfo> chosen;
+  const auto take = [&](const platform::verbs::PortInfo& port) {
+    if (port.use.viable) {
+      chosen.push_back(port);
+    } else {
+      *refusal += (refusal->empty() ? "" : "; ") + port.name() + ": " + port.use.reason;
+    }
+  };
+  if (excludes || items.empty()) {
+    for (const auto& port : ports) {
+      const bool is_named = std::any_of(items.begin(), items.end(), [&](const std::string& item) {
+        return names_port(item, port, is_exact);
+      });
+      if (!is_named) take(port);
+    }
+  } else {
+    for (const std::string& item : items) {
+      for (const auto& port : ports) {
+        if (names_port(item, port, is_exact)) take(port);
+      }
+    }
+  }
+  if (chosen.empty() && refusal->empty()) {
+    *refusal = "PYCOMM_IB_HCA=" + options.devices + " leaves no device";
+  }
+  return chosen;
+}
+
 }  // namespace
 
 Status Engine::start_quic(const Options& options) {
@@ -65,6 +118,54 @@ Status Engine::start_quic(const Options& options) {
   return Status();
 }
 
+Status Engine::start_rdma(const Options& options) {
+  const bool is_wanted = options.transport == TransportChoice::kRdma;
+  if (options.transport != TransportChoice::kAuto && !is_wanted) {
+    rdma_refusal_ = "PYCOMM_TRANSPORT";
+    return Status();
+  }
+  platform::verbs::Library* library = nullptr;
+  if (options.rdma.is_disabled) {
+    rdma_refusal_ = "PYCOMM_IB_DISABLE=1";
+  } else if (!is_wanted && !platform::has_rdma_devices()) {
+    rdma_refusal_ = "there is no RDMA device";
+  } else {
+    library = platform::verbs::ibverbs(&rdma_refusal_);
+  }
+  if (library != nullptr) {
+    for (const auto& info : usable_ports(library->ports(options.rdma, &rdma_refusal_),
+                                         options.rdma, &rdma_refusal_)) {
+      auto port = library->open(info);
+      if (!port.is_ok()) {
+        rdma_refusal_ = port.status().message();
+        continue;
+      }
+      for (const int fd : port.value()->fds()) forget_after_fork(fd);
+      rdma_.ports.push_back(std::move(port).value());
+    }
+  }
+  if (rdma_.ports.empty()) {
+    return is_wanted ? Status::error(StatusCode::kSystem, "no RDMA: " + rdma_refusal_) : Status();
+  }
+  rdma_.budget = std::make_shared<transport::rdma::RegistrationBudget>(
+      std::min(options.rdma.registered_bytes_max, platform::lockable_bytes()));
+  std::string refusal;
+  rdma_.monitor = platform::MemoryMonitor::of_process(&refusal);
+  if (rdma_.monitor == nullptr) {
+    base::log(base::LogLevel::kInfo, base::Subsystem::kNet,
+              "RDMA registrations last for one use each: freed memory cannot be seen (" + refusal +
+                  ")");
+  }
+  return Status();
+}
+
+void Engine::forget_rdma() {
+  for (const auto& port : rdma_.ports) {
+    for (const int fd : port->fds()) forget_no_more(fd);
+  }
+  rdma_.ports.clear();
+}
+
 std::shared_ptr<CoreLink> Engine::find_link(const std::string& process_id) {
   std::lock_guard lock(mutex_);
   const auto it = links_.find(process_id);
@@ -79,7 +180,7 @@ std::shared_ptr<CoreLink> Engine::find_link(const std::string& process_id) {
 void Engine::forget(PeerLink& peer) {
   if (peer.link->fd() < 0) return;
   if (peer.token != 0) poller_.remove(peer.link->fd());
-  forget_no_more(peer.link->fd());
+  for (const int fd : peer.link->fds()) forget_no_more(fd);
 }
 
 Status Engine::add_link(const std::string& process_id, std::shared_ptr<CoreLink> link) {
@@ -95,7 +196,7 @@ Status Engine::add_link(const std::string& process_id, std::shared_ptr<CoreLink>
   }
   if (peer.link->fd() >= 0) {
     PYCOMM_RETURN_IF_ERROR(poller_.add(peer.link->fd(), peer.token));
-    forget_after_fork(peer.link->fd());
+    for (const int fd : peer.link->fds()) forget_after_fork(fd);
   }
   links_[process_id] = std::move(peer);
   return Status();

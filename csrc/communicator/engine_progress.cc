@@ -236,6 +236,10 @@ void Engine::sleep_until_event() {
   if (num_runners_.load() == 0) arm_bell();
   std::int64_t timeout = is_active() ? kActiveSleepNs : kIdleSleepNs;
   if (is_active() && !platform::process_barrier()) timeout = kUnfencedSleepNs;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, peer] : links_) peer.link->arm();
+  }
   if (look_once_more()) {
     is_asleep_.store(false);
     return;

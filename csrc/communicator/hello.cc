@@ -83,6 +83,8 @@ std::string encode(const Hello& h) {
          line("tcp_address", h.tcp_address) + line("tcp_local_address", h.tcp_local_address) +
          line("tcp_port", std::to_string(h.tcp_port)) +
          line("quic_paths", encode_paths(h.quic_paths)) + line("quic_refusal", h.quic_refusal) +
+         line("num_rdma_ports", std::to_string(h.num_rdma_ports)) +
+         line("rdma_refusal", h.rdma_refusal) +
          line("proof", h.proof) + line("cpus", h.cpus) + line("nonce", std::to_string(h.nonce));
 }
 
@@ -116,10 +118,12 @@ Result<Hello> decode(const std::string& text) {
   h.tcp_local_address = fields["tcp_local_address"];
   h.proof = fields["proof"];
   h.quic_refusal = fields["quic_refusal"];
+  h.rdma_refusal = fields["rdma_refusal"];
   h.cpus = fields["cpus"];
   const bool is_valid =
       parse(fields["world_size"], &h.world_size) && parse(fields["tcp_port"], &h.tcp_port) &&
-      parse_paths(fields["quic_paths"], &h.quic_paths) && parse(fields["nonce"], &h.nonce) &&
+      parse_paths(fields["quic_paths"], &h.quic_paths) &&
+      parse(fields["num_rdma_ports"], &h.num_rdma_ports) && h.num_rdma_ports >= 0 && parse(fields["nonce"], &h.nonce) &&
       h.nonce >> 63 == 0 && is_process_id(h.process_id) && h.local_name.size() <= 100 &&
       is_hexadecimal(h.cpus);
   if (!is_valid) return malformed;
@@ -180,6 +184,13 @@ int num_cpus(const std::vector<Hello>& hellos) {
 
 Path choose_path(const Hello& a, const Hello& b, TransportChoice choice) {
   if (!a.shm_domain.empty() && a.shm_domain == b.shm_domain) return Path::kShm;
+  // RDMA bears no encryption: where certificates ask for it, only who names it gets it.
+  const bool is_open = a.proof.find("certificate") == std::string::npos &&
+                       b.proof.find("certificate") == std::string::npos;
+  if (a.num_rdma_ports > 0 && b.num_rdma_ports > 0 &&
+      (choice == TransportChoice::kRdma || (a.host != b.host && is_open))) {
+    return Path::kRdma;
+  }
   const bool both = !a.quic_paths.empty() && !b.quic_paths.empty();
   return both && (choice == TransportChoice::kQuic || a.host != b.host) ? Path::kQuic : Path::kTcp;
 }

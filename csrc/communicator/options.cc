@@ -17,8 +17,8 @@
 namespace pycomm {
 namespace {
 
-constexpr std::string_view kTransportNames[] = {"auto", "shm", "tcp",
-                                                "quic"};  // by TransportChoice
+constexpr std::string_view kTransportNames[] = {"auto", "shm", "tcp", "quic",
+                                                "rdma"};  // by TransportChoice
 constexpr std::size_t kSecretBytesMin = 16;
 constexpr const char* kMakeASecret = "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE";
 
@@ -40,6 +40,26 @@ Take number(T Options::* member, std::uint64_t min, std::uint64_t max, std::uint
     options.*member = static_cast<T>(value * unit);
     return "";
   };
+}
+
+template <class T>
+Take rdma_number(T RdmaOptions::* member, std::uint64_t min, std::uint64_t max) {
+  return [=](const std::string& text, Options& options) -> std::string {
+    std::uint64_t value = 0;
+    if (!parse_u64(text, &value) || value < min || value > max) {
+      return "is not a number from " + std::to_string(min) + " to " + std::to_string(max);
+    }
+    options.rdma.*member = static_cast<T>(value);
+    return "";
+  };
+}
+
+std::string take_pkey(const std::string& value, Options& options) {
+  const bool is_hex = value.starts_with("0x") || value.starts_with("0X");
+  const char* first = value.data() + (is_hex ? 2 : 0);
+  const char* last = value.data() + value.size();
+  const auto [end, error] = std::from_chars(first, last, options.rdma.pkey, is_hex ? 16 : 10);
+  return error == std::errc() && end == last ? "" : "is no partition key such as 0x8001";
 }
 
 Take text(std::string Options::* member) {
@@ -81,7 +101,7 @@ Take flag(bool Options::* member) {
 std::string take_transport(const std::string& value, Options& options) {
   const auto* const found =
       std::find(std::begin(kTransportNames), std::end(kTransportNames), value);
-  if (found == std::end(kTransportNames)) return "is none of auto, shm, tcp, quic";
+  if (found == std::end(kTransportNames)) return "is none of auto, shm, tcp, quic, rdma";
   options.transport = static_cast<TransportChoice>(found - std::begin(kTransportNames));
   return "";
 }
@@ -178,7 +198,7 @@ const std::vector<Known>& known_settings() {
        "what INFO and TRACE tell of: INIT,COLL,P2P,NET,SHM,ENV; ^ excludes", take_log_subsystems},
       {"PYCOMM_DEBUG_FILE", "", "log file instead of stderr; %h is the host, %p the process",
        take_log_file},
-      {"PYCOMM_TRANSPORT", "auto", "auto, or shm, tcp, quic alone (refuse anything else)",
+      {"PYCOMM_TRANSPORT", "auto", "auto, or shm, tcp, quic, rdma alone (refuse anything else)",
        take_transport},
       {"PYCOMM_TIMEOUT_SEC", "1800", "of an operation, and of creating a group",
        number(&Options::timeout_ms, 1, 31'536'000, 1000)},
@@ -239,6 +259,32 @@ const std::vector<Known>& known_settings() {
        text(&Options::quic_keylog)},
       {"PYCOMM_QUIC_QLOG", "", "folder for a trace (qlog) of each QUIC connection",
        text(&Options::quic_qlog_folder)},
+      {"PYCOMM_IB_DISABLE", "0", "1: no RDMA",
+       [](const std::string& value, Options& options) -> std::string {
+         options.rdma.is_disabled = value == "1";
+         return value == "0" || value == "1" ? "" : "is neither 0 nor 1";
+       }},
+      {"PYCOMM_IB_HCA", "",
+       "RDMA devices, in the order of their paths: mlx5_0:1,mlx5_2 (prefixes, =exact, ^not)",
+       [](const std::string& value, Options& options) {
+         options.rdma.devices = value;
+         return std::string();
+       }},
+      {"PYCOMM_IB_GID_INDEX", "", "of the RoCE address; default: the best RoCE v2 one",
+       rdma_number(&RdmaOptions::gid_index, 0, 255)},
+      {"PYCOMM_IB_TIMEOUT", "16", "of an acknowledgement: 4.096 us times 2 to the power of this",
+       rdma_number(&RdmaOptions::timeout_code, 1, 31)},
+      {"PYCOMM_IB_RETRY_CNT", "7", "how often the NIC repeats before a path counts as broken",
+       rdma_number(&RdmaOptions::num_retries, 0, 7)},
+      {"PYCOMM_IB_TC", "0", "traffic class of RoCE packets (DSCP times 4)",
+       rdma_number(&RdmaOptions::traffic_class, 0, 255)},
+      {"PYCOMM_IB_SL", "0", "InfiniBand service level",
+       rdma_number(&RdmaOptions::service_level, 0, 15)},
+      {"PYCOMM_IB_PKEY", "", "InfiniBand partition, 0x8001 or 32769; default: the first",
+       take_pkey},
+      {"PYCOMM_IB_REGISTERED_BYTES_MAX", "",
+       "most memory that is registered; default: what may be locked (ulimit -l)",
+       rdma_number(&RdmaOptions::registered_bytes_max, 0, UINT64_MAX)},
       {"PYCOMM_TLS_CA", "", "certificate of the CA that all ranks trust (PEM)",
        tls_text(&TlsOptions::ca_file)},
       {"PYCOMM_TLS_CERT", "", "this process's certificate and its chain (PEM)",

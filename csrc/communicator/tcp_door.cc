@@ -68,6 +68,7 @@ Status TcpDoor::check_name(const platform::ByteStream& stream, Rank peer) const 
 }
 
 Status TcpDoor::add(std::unique_ptr<ByteStream> stream, const std::string& process_id) {
+  if (rdma_.wants(process_id)) return rdma_.begin(std::move(stream), process_id);
   transport::tcp::LinkOptions options;
   options.eager_bytes_max = gathering_.options.eager_bytes_max;
   return gathering_.engine.add_link(process_id,
@@ -192,7 +193,10 @@ Status TcpDoor::connect(const Hello& theirs, const std::string& secret) {
                                                     gathering_.engine.process_id(),
                                                     theirs.process_id, platform::random_hex128());
       status = converse(*stream.value(), membership, &was_heard);
-      if (status.is_ok()) return add(std::move(stream).value(), theirs.process_id);
+      if (status.is_ok()) {
+        PYCOMM_RETURN_IF_ERROR(add(std::move(stream).value(), theirs.process_id));
+        return rdma_.await(theirs.process_id);
+      }
     } else {
       status = Status::error(StatusCode::kSystem, "the peer closed the connection");
     }
@@ -206,7 +210,7 @@ Status TcpDoor::connect(const Hello& theirs, const std::string& secret) {
 // ---------------------------------------------------------------- accepting
 
 bool TcpDoor::accept() {
-  bool moved = false;
+  bool moved = rdma_.advance();
   platform::UniqueFd fd = platform::accept_one(gathering_.engine.tcp_listener().fd.get());
   // The oldest makes room: who proves membership does so at once, strangers linger.
   if (fd && pending_.size() >= kPendingMax) pending_.erase(pending_.begin());

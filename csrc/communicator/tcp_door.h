@@ -9,6 +9,7 @@
 
 #include "communicator/bootstrap.h"
 #include "communicator/engine.h"
+#include "communicator/rdma_door.h"
 #include "platform/tls.h"
 #include "transport/tcp/membership.h"
 
@@ -19,7 +20,7 @@ base::TimeNs handshake_deadline(base::TimeNs deadline);
 
 class TcpDoor {
  public:
-  explicit TcpDoor(const Gathering& gathering) : gathering_(gathering) {}
+  TcpDoor(const Gathering& gathering, RdmaDoor& rdma) : gathering_(gathering), rdma_(rdma) {}
 
   // Reads the certificates, if any. Errors: as TlsContext::load.
   Status open();
@@ -52,6 +53,7 @@ class TcpDoor {
   Status add(std::unique_ptr<platform::ByteStream> stream, const std::string& process_id);
 
   const Gathering& gathering_;
+  RdmaDoor& rdma_;
   std::shared_ptr<platform::TlsContext> tls_;  // null without certificates
   std::vector<Pending> pending_;
   int num_refusals_ = 0;

@@ -1,11 +1,13 @@
 #include "platform/system.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -35,6 +37,31 @@ const RealClock& real_clock() {
 void sleep_ns(std::int64_t ns) {
   timespec duration{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
   nanosleep(&duration, nullptr);
+}
+
+bool has_rdma_devices() {
+  // Any entry beside "." and "..".
+  DIR* folder = opendir("/sys/class/infiniband");
+  if (folder == nullptr) return false;
+  bool found = false;
+  while (const dirent* entry = readdir(folder)) found |= entry->d_name[0] != '.';
+  closedir(folder);
+  return found;
+}
+
+std::uint64_t lockable_bytes() {
+  // CAP_IPC_LOCK in the effective set: the kernel does not count then.
+  constexpr int kIpcLock = 14;
+  if (const auto status = read_file("/proc/self/status")) {
+    const std::size_t at = status->find("CapEff:");
+    if (at != std::string::npos &&
+        (std::strtoull(status->c_str() + at + 7, nullptr, 16) >> kIpcLock & 1) != 0) {
+      return UINT64_MAX;
+    }
+  }
+  rlimit limit{};
+  if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return UINT64_MAX;
+  return limit.rlim_cur;
 }
 
 void yield_thread() { sched_yield(); }

@@ -56,6 +56,11 @@ std::string shared_memory_domain();
 // Equal for two processes that reach each other over loopback: one kernel, one network namespace.
 std::string host_identity();
 
+// Whether the kernel knows any RDMA device.
+bool has_rdma_devices();
+// Bytes that this process may lock: RLIMIT_MEMLOCK, or no limit with the right to ignore it.
+std::uint64_t lockable_bytes();
+
 int process_id();
 // The processors that this process may run on, four a hexadecimal digit, the first in the lowest
 // bit of the first digit.

@@ -8,7 +8,7 @@
 
 namespace pycomm::transport {
 
-inline constexpr std::uint32_t kProtocolVersion = 5;
+inline constexpr std::uint32_t kProtocolVersion = 6;
 
 enum class FrameKind : std::uint8_t {
   kEager = 1,    // a whole small message

@@ -8,6 +8,7 @@
 #include "platform/byte_stream.h"
 #include "platform/memory_monitor.h"
 #include "platform/verbs.h"
+#include "pycomm/communicator.h"
 #include "transport/core_link.h"
 #include "transport/rdma/registrations.h"
 
@@ -27,15 +28,6 @@ struct LinkOptions {
   std::int64_t patience_ns = 5'000'000'000;   // without any rail, before the peer is given up
 };
 
-struct LinkStats {
-  RegistrationCounters registrations;
-  std::uint64_t bytes_registered = 0;  // of the process
-  std::uint64_t atomics = 0;           // fetch_adds done by the NIC
-  std::uint64_t messages_again = 0;    // sent again over another rail, or the same one anew
-  std::uint64_t rail_resets = 0;
-  std::vector<std::string> rails;      // "rxe0:1 up"
-};
-
 enum class Establishment : std::uint8_t {
   kUnderWay,
   kDone,
@@ -51,7 +43,7 @@ Establishment establishment(const CoreLink& link);
 // Of a refused link; why it was refused in words.
 std::unique_ptr<platform::ByteStream> take_stream(CoreLink& link, std::string* reason);
 
-// Null for a link of another kind.
-std::unique_ptr<LinkStats> link_stats(const CoreLink& link);
+// None for a link of another kind.
+std::optional<RdmaStats> link_stats(const CoreLink& link);
 
 }  // namespace pycomm::transport::rdma

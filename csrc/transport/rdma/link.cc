@@ -472,18 +472,18 @@ bool RdmaLink::is_flushed() const {
          control_out_.empty() && !is_goodbye_under_way_;
 }
 
-LinkStats RdmaLink::stats() const {
-  LinkStats stats;
+RdmaStats RdmaLink::stats() const {
+  RdmaStats stats;
   for (const auto& rail : rails_) {
     if (!rail) continue;
     const RegistrationCounters& of_rail = rail->registrations().counters();
-    stats.registrations.registrations += of_rail.registrations;
-    stats.registrations.cache_hits += of_rail.cache_hits;
-    stats.registrations.evictions += of_rail.evictions;
-    stats.registrations.refusals += of_rail.refusals;
-    stats.rail_resets += rail->num_resets;
+    stats.registrations += of_rail.registrations;
+    stats.cache_hits += of_rail.cache_hits;
+    stats.evictions += of_rail.evictions;
+    stats.refusals += of_rail.refusals;
+    stats.path_resets += rail->num_resets;
     const bool is_up = rail->state == Rail::State::kUp;
-    stats.rails.push_back(rail->port().name() + (is_up ? " up" : " down") +
+    stats.paths.push_back(rail->port().name() + (is_up ? " up" : " down") +
                           (is_up || rail->last_error.empty() ? "" : ": " + rail->last_error));
   }
   stats.bytes_registered = place_.budget->held();
@@ -512,9 +512,9 @@ std::unique_ptr<platform::ByteStream> take_stream(CoreLink& link, std::string* r
   return static_cast<RdmaLink&>(link).take_stream(reason);
 }
 
-std::unique_ptr<LinkStats> link_stats(const CoreLink& link) {
-  if (std::string_view(link.transport()) != "rdma") return nullptr;
-  return std::make_unique<LinkStats>(static_cast<const RdmaLink&>(link).stats());
+std::optional<RdmaStats> link_stats(const CoreLink& link) {
+  if (std::string_view(link.transport()) != "rdma") return std::nullopt;
+  return static_cast<const RdmaLink&>(link).stats();
 }
 
 }  // namespace pycomm::transport::rdma

@@ -53,7 +53,7 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
 
   Establishment establishment() const { return establishment_; }
   std::unique_ptr<platform::ByteStream> take_stream(std::string* reason);
-  LinkStats stats() const;
+  RdmaStats stats() const;
 
  private:
   struct Granted {
@@ -141,7 +141,7 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
   const Place place_;
   const LinkOptions options_;
   const platform::Poller poller_;
-  const base::TimeNs opened_at_;
+  base::TimeNs opened_at_;  // when the peer's offer came
   Establishment establishment_ = Establishment::kUnderWay;
   std::string refusal_;
   bool has_offer_ = false, sent_verdict_ = false;

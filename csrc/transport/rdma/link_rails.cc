@@ -177,6 +177,7 @@ void RdmaLink::take_offer(const ControlMessage& message, TimeNs now) {
   if (std::exchange(has_offer_, true)) {
     return fail(Status::error(StatusCode::kInternal, "the peer broke the protocol: two offers"));
   }
+  opened_at_ = now;
   const std::size_t mine = std::min(place_.ports.size(), kRailsMax);
   const std::size_t theirs = message.num_rails;
   if (mine == 0 || theirs == 0) {
@@ -290,10 +291,7 @@ void RdmaLink::run_rail(std::size_t r, TimeNs now) {
 
 void RdmaLink::run_establishment(TimeNs now) {
   const bool is_late = now > opened_at_ + options_.establish_ns;
-  if (!has_offer_) {
-    if (is_late) fail(Status::error(StatusCode::kTimeout, "the peer does not speak of RDMA"));
-    return;
-  }
+  if (!has_offer_) return;  // it may still be about to create the group
   if (rails_.empty()) {
     establishment_ = Establishment::kRefused;
     return;

@@ -44,6 +44,11 @@ Status Rail::prepare(const std::shared_ptr<platform::verbs::Port>& port,
   block_.resize(cells + sizeof(std::uint64_t) * limits_.num_sends);
   receive_cells_ = block_.data();
   send_cells_ = receive_cells_ + num_receives * std::size_t{limits_.cell_bytes};
+  budget_ = budget;
+  if (!budget_->take(block_.size())) {
+    budget_ = nullptr;
+    return Status::error(StatusCode::kSystem, "too little memory may be locked (ulimit -l)");
+  }
   using namespace platform::verbs;
   auto credit = domain_->register_memory(words_.get(), sizeof *words_, kLocalWrite | kRemoteWrite);
   if (!credit.is_ok()) return credit.status();

@@ -79,6 +79,10 @@ class Rail {
                                             const std::shared_ptr<RegistrationBudget>& budget,
                                             platform::MemoryMonitor* monitor, const Limits& limits);
 
+  ~Rail() {
+    if (budget_) budget_->give_back(block_.size());
+  }
+
   // --- one generation after the other
   // A fresh pair with its receives posted.
   Status begin(std::uint32_t generation);
