@@ -6,8 +6,8 @@ TORCH ?= torch==2.13.0
 export PYTHON VENV TORCH
 BIN := $(abspath $(VENV))/bin
 
-STAGES := core-tests python-tests train-tests host-tests soak simulate sanitize fuzz cuda aarch64 install-check large-messages
-.PHONY: help lab demo test test-all prove lint format install clean $(STAGES)
+STAGES := core-tests python-tests train-tests host-tests rdma-tests soak simulate sanitize fuzz cuda aarch64 install-check large-messages
+.PHONY: help lab demo test-rdma rdma-shell test test-all prove lint format install clean $(STAGES)
 
 help: ## This list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -25,11 +25,18 @@ test: ## The tests: about 12 minutes, no root, no VM.
 test-all: ## The tests, 10,000 simulations, sanitizers, fuzzers, CUDA and aarch64 builds, the probes.
 	@bash .ci/setup.sh test-all
 	@bash .ci/stages.sh core-tests python-tests host-tests train-tests simulate sanitize fuzz cuda aarch64 \
-	  install-check large-messages prove
+	  install-check large-messages prove rdma-tests
 
 prove: ## Five claims of the transport contract, one line each.
 	@bash .ci/setup.sh test-all
 	@bash .ci/stages.sh prove
+
+test-rdma: ## RDMA on the kernel's driver, in a virtual machine that it boots; about 3 minutes.
+	@bash .ci/setup.sh test
+	@bash .ci/stages.sh rdma-tests
+
+rdma-shell: ## A shell in that machine: rxe0 to rxe3 on two links.
+	@python3 tests/softroce/vm.py shell --links 2
 
 lab: install ## Two hosts with 40 ms and 1 % loss between them; needs root. pycomm lab down ends it.
 	@$(BIN)/pycomm lab up --rtt 40 --loss 1 --wan-rate 1000 $(ARGS)

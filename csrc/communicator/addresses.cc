@@ -67,6 +67,12 @@ Result<platform::Interface> choose_interface(const std::string& spec,
 Result<Addresses> choose_addresses(const Options& options) {
   Addresses result;
   result.advertise = platform::outgoing_address();
+  // Without a route to everywhere there may still be a network: a switch between a few machines.
+  if (platform::is_loopback_address(result.advertise)) {
+    if (auto any = choose_interface("", platform::list_interfaces()); any.is_ok()) {
+      result.advertise = any.value().address;
+    }
+  }
   if (!options.bind_address.empty() && options.bind_address != kAny) {
     result.listen = result.advertise = options.bind_address;
   } else if (!options.interfaces.empty()) {

@@ -68,14 +68,19 @@ Hello make_hello(Engine& engine, int world_size, const Options& options) {
 // as its round trip, so that the wait does not count. Decided alike on all ranks, and only where
 // nobody asked for another size.
 std::uint64_t chunk_bytes_of(const std::vector<Hello>& hellos, const Options& options) {
-  constexpr std::uint64_t kWideBytes = 4 << 20;
+  // Over RDMA each chunk is one clearance and one write, whatever its size.
+  constexpr std::uint64_t kWideBytes = 4 << 20, kRdmaBytes = 1 << 20;
   if (options.chunk_bytes != Options().chunk_bytes) return options.chunk_bytes;
+  std::uint64_t bytes = options.chunk_bytes;
   for (const Hello& a : hellos) {
     for (const Hello& b : hellos) {
-      if (&a != &b && choose_path(a, b, options.transport) == Path::kQuic) return kWideBytes;
+      if (&a == &b) continue;
+      const Path path = choose_path(a, b, options.transport);
+      if (path == Path::kQuic) bytes = std::max(bytes, kWideBytes);
+      if (path == Path::kRdma) bytes = std::max(bytes, kRdmaBytes);
     }
   }
-  return options.chunk_bytes;
+  return bytes;
 }
 
 Status check_choice(const std::vector<Hello>& hellos, Rank rank, const Options& options) {

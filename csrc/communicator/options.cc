@@ -204,7 +204,7 @@ const std::vector<Known>& known_settings() {
        number(&Options::timeout_ms, 1, 31'536'000, 1000)},
       {"PYCOMM_CONNECT_TIMEOUT_SEC", "10", "of one connection to a peer that does not answer",
        number(&Options::connect_timeout_ms, 1, 86'400, 1000)},
-      {"PYCOMM_CHUNK_BYTES", "262144", "unit of the pipeline in rings and trees; 4 MiB over QUIC",
+      {"PYCOMM_CHUNK_BYTES", "262144", "unit of the pipeline in rings and trees; 1 MiB over RDMA, 4 MiB over QUIC",
        number(&Options::chunk_bytes, 4096, std::uint64_t{1} << 30)},
       {"PYCOMM_DETERMINISTIC", "0", "1: bits depend on nothing but the inputs",
        flag(&Options::deterministic)},

@@ -124,9 +124,13 @@ struct Loaded {
     bind("ibv_modify_qp", &symbols.modify_qp);
     bind("ibv_destroy_qp", &symbols.destroy_qp);
     bind("ibv_fork_init", &symbols.fork_init);
-    // Before anything is registered: pinned pages must stay the parent's after a fork. Newer
-    // kernels see to it themselves, and then this does nothing.
-    if (missing.empty()) symbols.fork_init();
+    // Pinned pages must stay the parent's after a fork. Where the kernel copies them (5.12 and
+    // later), that is all; elsewhere the library takes them away from children.
+    constexpr int kUnneeded = 2;
+    using State = int (*)();
+    const auto state = reinterpret_cast<State>(dlsym(library, "ibv_is_fork_initialized"));
+    const bool is_unneeded = state != nullptr && state() == kUnneeded;
+    if (missing.empty() && !is_unneeded) symbols.fork_init();
   }
 };
 
@@ -232,6 +236,9 @@ class IbPair final : public Pair {
                                IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
     return error == 0 ? Status() : refused("ibv_modify_qp to RTS", error);
   }
+
+  // The kernel resolves the other end's address on Ethernet.
+  bool may_block() const override { return port_.is_ethernet; }
 
   void break_off() override {
     ibv_qp_attr attr{};

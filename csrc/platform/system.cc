@@ -17,6 +17,8 @@
 #include <cstring>
 #include <fstream>
 #include <sstream>
+#include <system_error>
+#include <thread>
 
 #include "base/check.h"
 #include "platform/fd.h"
@@ -62,6 +64,15 @@ std::uint64_t lockable_bytes() {
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return UINT64_MAX;
   return limit.rlim_cur;
+}
+
+Status run_detached(std::function<void()> work) {
+  try {
+    std::thread(std::move(work)).detach();
+    return Status();
+  } catch (const std::system_error& error) {
+    return Status::error(StatusCode::kSystem, std::string("starting a thread: ") + error.what());
+  }
 }
 
 void yield_thread() { sched_yield(); }

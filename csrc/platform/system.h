@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -67,6 +68,9 @@ int process_id();
 std::string allowed_cpus();
 // Restricts the calling thread to the index-th allowed processor; false if there is none.
 bool pin_thread_to_allowed_cpu(int index);
+
+// Runs it in a thread of its own, which nobody waits for. Errors: kSystem.
+Status run_detached(std::function<void()> work);
 
 // Signals go to other threads from now on.
 void block_signals_in_this_thread();

@@ -98,9 +98,11 @@ class Pair {
   virtual ~Pair() = default;
   virtual PairAddress address() const = 0;
   virtual std::uint32_t inline_bytes_max() const = 0;
-  // Receives may be posted from the start, sends once connected.
+  // Receives may be posted from the start, sends once connected. It may take seconds where the way to
+  // the other end is unknown (may_block()); any thread may call it, while no other uses the pair.
   virtual Status connect(const PairAddress& theirs, const RdmaOptions& options) = 0;
   // To the error state: nothing more arrives or leaves, and what is posted comes back flushed.
+  virtual bool may_block() const { return false; }
   virtual void break_off() = 0;
   virtual Status post_receive(std::uint64_t id, void* data, std::uint32_t bytes,
                               std::uint32_t local_key) = 0;

@@ -103,6 +103,7 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
   void run_rail(std::size_t r, base::TimeNs now);
   void begin_rail(std::size_t r, base::TimeNs now);
   void connect_rail(std::size_t r, base::TimeNs now);
+  void end_connecting(std::size_t r, base::TimeNs now);
   void break_rail(std::size_t r, int status, const std::string& why, base::TimeNs now);
   void settle_rail(std::size_t r, base::TimeNs now);
   void send_rest_again(std::size_t r);

@@ -19,6 +19,7 @@ constexpr TimeNs kRetryFirstNs = 20'000'000;       // doubled with each failure
 constexpr int kRetryDoublingsMax = 8;
 constexpr TimeNs kAfterStreamNs = 20'000'000;      // for what was sent before the stream's end
 constexpr TimeNs kBlockedNs = 1'000'000;
+constexpr const char* kPeerReset = "the peer's end was reset";
 
 }  // namespace
 
@@ -165,7 +166,7 @@ void RdmaLink::take_control(const ControlMessage& message, TimeNs now) {
       break_rail(r, 0,
                  message.status != 0 ? "the peer's end: " +
                                            platform::verbs::describe_status(message.status)
-                                     : "the peer's end was reset",
+                                     : kPeerReset,
                  now);
       if (rail->state == State::kBroken && rail->sent_down) settle_rail(r, now);
       return;
@@ -222,11 +223,20 @@ void RdmaLink::begin_rail(std::size_t r, TimeNs now) {
 
 void RdmaLink::connect_rail(std::size_t r, TimeNs now) {
   Rail& rail = *rails_[r];
-  if (Status status = rail.connect(rail.theirs, rail.their_credit_address, rail.their_credit_key,
-                                   options_.rdma);
-      !status.is_ok()) {
+  // Of a group that is being created nobody else waits for this thread.
+  const bool in_thread = establishment_ == Establishment::kDone;
+  if (Status status = rail.connect(options_.rdma, in_thread); !status.is_ok()) {
     return break_rail(r, 0, status.message(), now);
   }
+  rail.state = State::kConnecting;
+  rail.settle_by = base::kNever;
+}
+
+void RdmaLink::end_connecting(std::size_t r, TimeNs now) {
+  Rail& rail = *rails_[r];
+  Status status;
+  if (!rail.has_connected(&status)) return;
+  if (!status.is_ok()) return break_rail(r, 0, status.message(), now);
   rail.state = State::kConnected;
   rail.settle_by = now + kSettleNs;
   say(Kind::kReady, r);
@@ -255,6 +265,7 @@ void RdmaLink::run_rail(std::size_t r, TimeNs now) {
       if (now >= rail.retry_at && !is_over) begin_rail(r, now);
       break;
     case State::kOffered: break;
+    case State::kConnecting: end_connecting(r, now); break;
     case State::kConnected:
       if (rail.heard_ready) {
         CellHeader probe;
@@ -269,6 +280,7 @@ void RdmaLink::run_rail(std::size_t r, TimeNs now) {
       if (rail.heard_probe && rail.sent_probe_arrived) {
         rail.state = State::kUp;
         rail.num_failures = 0;
+        rail.cause.clear();
         rail.settle_by = base::kNever;
         if (rail.generation > 1 && !rail.last_error.empty()) {
           base::log(base::LogLevel::kInfo, base::Subsystem::kNet,
@@ -341,6 +353,7 @@ void RdmaLink::break_rail(std::size_t r, int status, const std::string& why, Tim
   rail.must_break = false;
   rail.last_status = status;
   rail.last_error = why;
+  if (was_up && !why.empty()) rail.cause = why;
   rail.settle_by = base::kNever;
   ++rail.num_resets;
   if (Status drained = rail.break_off(); !drained.is_ok()) {
@@ -350,7 +363,7 @@ void RdmaLink::break_rail(std::size_t r, int status, const std::string& why, Tim
   rail.state = State::kBroken;
   rail.is_revoking = why.empty();
   if (!rail.is_revoking) ++rail.num_failures;
-  rail.retry_at = now + (rail.is_revoking || why == "the peer's end was reset"
+  rail.retry_at = now + (rail.is_revoking || why == kPeerReset
                              ? 0
                              : kRetryFirstNs << std::min(rail.num_failures, kRetryDoublingsMax));
   // What was only flushed has its cause at the other end, which tells of it.
@@ -456,7 +469,8 @@ std::string RdmaLink::describe_rails() const {
   std::string text;
   for (const auto& rail : rails_) {
     if (!rail || rail->last_error.empty()) continue;
-    text += (text.empty() ? "" : "; ") + rail->port().name() + ": " + rail->last_error;
+    text += (text.empty() ? "" : "; ") + rail->port().name() + ": " +
+            (rail->cause.empty() ? rail->last_error : rail->cause);
   }
   return text;
 }
@@ -471,6 +485,10 @@ base::TimeNs RdmaLink::next_deadline() const {
     sooner(rail->settle_by);
   }
   if (without_rail_since_ != 0) sooner(without_rail_since_ + options_.patience_ns);
+  const bool is_connecting = std::any_of(rails_.begin(), rails_.end(), [](const auto& rail) {
+    return rail && rail->state == State::kConnecting;
+  });
+  if (is_connecting) sooner(platform::real_clock().now_ns() + 10 * kBlockedNs);
   // Credits come by a write that completes nothing here; without an event all is looked at anew.
   const bool is_blocked = !again_.empty() || !core_.is_idle() || !writes_.empty();
   if (is_blocked || !control_out_.empty() || !is_armed_) {

@@ -65,6 +65,7 @@ Status Rail::begin(std::uint32_t number) {
   auto pair = domain_->create_pair({limits_.num_sends, limits_.num_cells + 1});
   if (!pair.is_ok()) return pair.status();
   pair_ = std::move(pair).value();
+  pair_number_ = pair_->address().number;
   generation = number;
   received = peer_received = 0;
   heard_ready = heard_probe = heard_down = sent_down = sent_probe_arrived = false;
@@ -82,13 +83,31 @@ Status Rail::begin(std::uint32_t number) {
   return Status();
 }
 
-Status Rail::connect(const platform::verbs::PairAddress& address, std::uint64_t credit_address,
-                     std::uint32_t credit_key, const RdmaOptions& options) {
-  their_credit_address = credit_address;
-  their_credit_key = credit_key;
-  Status status = pair_->connect(address, options);
-  is_connected_ = status.is_ok();
-  return status;
+Status Rail::connect(const RdmaOptions& options, bool in_thread) {
+  attempt_ = std::make_shared<Attempt>();
+  if (!in_thread || !pair_->may_block()) {
+    attempt_->status = pair_->connect(theirs, options);
+    attempt_->is_over = true;
+    return Status();
+  }
+  // The pair goes before its domain, whichever of us lets go of them last.
+  auto work = [attempt = attempt_, domain = domain_, pair = pair_, address = theirs,
+               options]() mutable {
+    platform::block_signals_in_this_thread();
+    attempt->status = pair->connect(address, options);
+    pair.reset();
+    domain.reset();
+    attempt->is_over = true;
+  };
+  return platform::run_detached(std::move(work));
+}
+
+bool Rail::has_connected(Status* status) {
+  if (!attempt_ || !attempt_->is_over.load()) return false;
+  *status = attempt_->status;
+  is_connected_ = status->is_ok();
+  attempt_.reset();
+  return true;
 }
 
 Status Rail::break_off() {
@@ -127,7 +146,10 @@ std::uint64_t Rail::num_counted_before() const {
 
 std::deque<Rail::Posted> Rail::take_posted() { return std::exchange(posted_, {}); }
 
-void Rail::end() { pair_.reset(); }
+void Rail::end() {
+  attempt_.reset();
+  pair_.reset();
+}
 
 // ---------------------------------------------------------------- sending
 

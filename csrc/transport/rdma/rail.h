@@ -9,6 +9,7 @@
 // A rail lives for as long as the link; its queue pair only for one generation.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <string>
@@ -53,6 +54,7 @@ class Rail {
   enum class State : std::uint8_t {
     kIdle,       // no pair; again at retry_at
     kOffered,    // the peer knows of this end
+    kConnecting, // another thread finds the way
     kConnected,  // takes packets; waits for the peer to say the same
     kProbing,    // a message has been sent each way
     kUp,
@@ -86,8 +88,10 @@ class Rail {
   // --- one generation after the other
   // A fresh pair with its receives posted.
   Status begin(std::uint32_t generation);
-  Status connect(const platform::verbs::PairAddress& theirs, std::uint64_t credit_address,
-                 std::uint32_t credit_key, const RdmaOptions& options);
+  // `in_thread`: what may take seconds is done by another; has_connected() tells.
+  Status connect(const RdmaOptions& options, bool in_thread);
+  // Errors: what connecting says.
+  bool has_connected(Status* status);
   // When it returns nothing arrives any more and nothing leaves; what had arrived, or failed, is
   // still to be polled. Errors: kSystem if the NIC does not let go of the memory.
   Status break_off();
@@ -140,7 +144,7 @@ class Rail {
   const std::deque<Posted>& posted() const { return posted_; }
   // How many counted messages were sent before those in posted().
   std::uint64_t num_counted_before() const;
-  bool is_pair(std::uint32_t number) const { return pair_ && pair_->address().number == number; }
+  bool is_pair(std::uint32_t number) const { return pair_ && pair_number_ == number; }
 
   // --- for the link
   State state = State::kIdle;
@@ -157,6 +161,7 @@ class Rail {
   int num_failures = 0;                   // in a row
   int last_status = 0;                    // verbs status that broke it last
   std::string last_error;
+  std::string cause;  // what broke it when it was up
   std::uint64_t num_resets = 0;
   std::uint64_t bytes_under_way = 0;      // of jobs
   bool must_break = false;                // a call on it failed
@@ -183,7 +188,13 @@ class Rail {
   void release(const Posted& entry);
 
   const Limits limits_;
-  std::unique_ptr<platform::verbs::Domain> domain_;
+  // Of a thread that connects; it keeps the pair and its domain for as long as it needs them.
+  struct Attempt {
+    std::atomic<bool> is_over{false};
+    Status status;
+  };
+
+  std::shared_ptr<platform::verbs::Domain> domain_;
   std::unique_ptr<Registrations> registrations_;
   std::unique_ptr<Words> words_;
   std::vector<std::byte> block_;  // receive cells, send cells, the credit that is sent
@@ -192,7 +203,9 @@ class Rail {
   std::unique_ptr<platform::verbs::Memory> credit_memory_;
   std::unique_ptr<platform::verbs::Memory> block_memory_;
   std::shared_ptr<RegistrationBudget> budget_;
-  std::unique_ptr<platform::verbs::Pair> pair_;
+  std::shared_ptr<platform::verbs::Pair> pair_;
+  std::uint32_t pair_number_ = 0;
+  std::shared_ptr<Attempt> attempt_;
   std::vector<int> free_cells_;
   std::deque<Posted> posted_;
   bool is_connected_ = false;
