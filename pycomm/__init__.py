@@ -24,6 +24,7 @@ from pycomm.errors import (
 
 if TYPE_CHECKING:
     from pycomm.communicator import Communicator
+    from pycomm.shard_barrier import ShardBarrier
     from pycomm.shared import shared_empty, shared_memory, shared_memory_stats
     from pycomm.work import Work
 
@@ -36,6 +37,7 @@ __all__ = [
     "InvalidUsageError",
     "OperationTimeoutError",
     "PeerLostError",
+    "ShardBarrier",
     "SystemFailureError",
     "Work",
     "__version__",
@@ -52,6 +54,10 @@ def __getattr__(name: str) -> Any:
         from pycomm import communicator
 
         return getattr(communicator, name)
+    if name == "ShardBarrier":
+        from pycomm import shard_barrier
+
+        return shard_barrier.ShardBarrier
     if name in ("shared_empty", "shared_memory", "shared_memory_stats"):
         from pycomm import shared
 

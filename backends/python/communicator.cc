@@ -7,27 +7,15 @@
 
 #include "arrays.h"
 #include "pycomm/communicator.h"
+#include "raise.h"
 #include "rows.h"
+#include "shard_barrier.h"
 #include "signals.h"
 
 namespace py = pybind11;
 
 namespace pycomm::python {
 namespace {
-
-[[noreturn]] void raise(const Status& status) {
-  py::gil_scoped_acquire gil;
-  const py::object error =
-      py::module_::import("pycomm.errors")
-          .attr("make_error")(static_cast<int>(status.code()), to_string(status.code()),
-                              status.message(), status.rank());
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  throw py::error_already_set();
-}
-
-void check(const Status& status) {
-  if (!status.is_ok()) raise(status);
-}
 
 // A Python object with set(key, value), get(key, timeout_ms) and has(key); get raises TimeoutError.
 class PythonStore final : public Store {
@@ -495,6 +483,10 @@ void bind_communicator(py::module_& m) {
     py::gil_scoped_release no_gil;
     communicator->abort(reason);
   });
+  group.def(
+      "create_shard_barrier",
+      [](Group& self, int num_shards) { return create_shard_barrier(*self.held(), num_shards); },
+      py::arg("num_shards"));
   group.def("set_timeout_ms",
             [](Group& self, std::int64_t ms) { self.held()->set_timeout_ms(ms); });
   group.def("peer_stats", [](Group& self) { return peer_stats_rows(self.held()->peer_stats()); });

@@ -9,6 +9,7 @@
 #include "machine_limits.h"
 #include "pycomm/communicator.h"
 #include "relay.h"
+#include "shard_barrier.h"
 #include "udp_pipe.h"
 
 namespace py = pybind11;
@@ -82,6 +83,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("resolve_settings", &resolve_settings,
         py::arg("arguments") = std::map<std::string, std::string>(),
         "Every setting with its value, source and help; what does not parse; unknown names.");
+  pycomm::python::bind_shard_barrier(m);
   pycomm::python::bind_communicator(m);
   pycomm::python::bind_relay(m);
   pycomm::python::install_handshaker();

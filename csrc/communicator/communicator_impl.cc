@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "communicator/shard_barrier.h"
 
 namespace pycomm::communicator {
 
@@ -11,6 +12,39 @@ Result<std::shared_ptr<std::byte>> CommunicatorImpl::allocate_shared(std::uint64
     return Status::error(StatusCode::kSystem, "no shared memory: " + engine_->shm_refusal());
   }
   return allocate_shared_memory(bytes);
+}
+
+Result<std::unique_ptr<ShardBarrier>> CommunicatorImpl::create_shard_barrier(int num_shards) {
+  constexpr int kShardsMax = 1 << 16;
+  OpRequest meet;
+  meet.kind = OpKind::kBarrier;
+  PYCOMM_RETURN_IF_ERROR(check_usable(meet));
+  if (num_shards < 1 || num_shards > kShardsMax) {
+    return Status::error(StatusCode::kInvalidUsage, "a barrier has 1 to 65536 shards, not " +
+                                                        std::to_string(num_shards));
+  }
+  auto barrier = std::make_unique<ShardBarrierImpl>(engine_, group_, num_shards);
+  PYCOMM_RETURN_IF_ERROR(barrier->open(num_barriers_.fetch_add(1)));
+  // Nobody counts at a rank that does not show its counters yet, or has others.
+  std::vector<std::uint64_t> sizes(static_cast<std::size_t>(world_size()));
+  const auto mine = static_cast<std::uint64_t>(num_shards);
+  OpRequest compare;
+  compare.kind = OpKind::kAllGather;
+  compare.dtype = DType::kInt64;
+  compare.count = 1;
+  compare.input = reinterpret_cast<const std::byte*>(&mine);
+  compare.output = reinterpret_cast<std::byte*>(sizes.data());
+  PYCOMM_RETURN_IF_ERROR(run(compare));
+  for (std::size_t r = 0; r < sizes.size(); ++r) {
+    if (sizes[r] == mine) continue;
+    return Status::error(StatusCode::kInvalidUsage,
+                         "rank " + std::to_string(r) + " makes a barrier of " +
+                             std::to_string(sizes[r]) + " shards, rank " + std::to_string(rank()) +
+                             " one of " + std::to_string(mine),
+                         static_cast<Rank>(r));
+  }
+  PYCOMM_RETURN_IF_ERROR(barrier->attach());
+  return std::unique_ptr<ShardBarrier>(std::move(barrier));
 }
 
 Status CommunicatorImpl::health() const {

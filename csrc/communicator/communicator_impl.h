@@ -85,6 +85,8 @@ class CommunicatorImpl final : public Communicator {
 
   Result<std::shared_ptr<std::byte>> allocate_shared(std::uint64_t bytes) override;
 
+  Result<std::unique_ptr<ShardBarrier>> create_shard_barrier(int num_shards) override;
+
   Status health() const override;
 
   std::vector<FlightRecord> flight_records() const override {
@@ -172,6 +174,7 @@ class CommunicatorImpl final : public Communicator {
   std::vector<std::shared_ptr<transport::CoreLink>> links_;
   const std::uint64_t generation_ = fork_generation();
   bool releases_user_ = true;
+  std::atomic<std::uint64_t> num_barriers_{0};
 };
 
 }  // namespace pycomm::communicator

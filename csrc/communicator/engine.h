@@ -74,11 +74,21 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // RDMA ports that may be used; none, and why.
   const transport::rdma::Place& rdma() const { return rdma_; }
   const std::string& rdma_refusal() const { return rdma_refusal_; }
-  // Endpoints, and links of theirs, are used under this lock.
+  // Endpoints, links and what they are given are used under this lock.
   template <class F>
-  auto with_quic(F f) {
+  auto with_lock(F f) {
     std::lock_guard lock(mutex_);
     return f();
+  }
+  // One turn of the engine, and `f` after it, unless another thread is at it; whether anything
+  // moved.
+  template <class F>
+  bool move(F f) {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return false;
+    const bool moved = progress();
+    f();
+    return moved;
   }
   std::mutex& creation_mutex() { return creation_mutex_; }
   Crowding& crowding() { return crowding_; }

@@ -55,7 +55,7 @@ std::string trace_name(const HandedOver& state) {
 
 QuicDoor::~QuicDoor() {
   if (handshakers_.empty()) return;
-  gathering_.engine.with_quic([&] {
+  gathering_.engine.with_lock([&] {
     for (const auto& endpoint : gathering_.engine.quic()) endpoint->set_shaking_hands(false);
   });
 }
@@ -92,7 +92,7 @@ Status QuicDoor::open() {
     handshakers_.clear();
     return Status::error(StatusCode::kInvalidUsage, error.what());
   }
-  gathering_.engine.with_quic([&] {
+  gathering_.engine.with_lock([&] {
     for (const auto& endpoint : endpoints) endpoint->set_shaking_hands(true);
   });
   return Status();
@@ -136,10 +136,10 @@ Status QuicDoor::add(const HandedOver& state, std::size_t endpoint) {
   const auto& socket = gathering_.engine.quic()[endpoint];
   const TimeNs now = real_clock().now_ns();
   if (is_another) {
-    PYCOMM_RETURN_IF_ERROR(gathering_.engine.with_quic(
+    PYCOMM_RETURN_IF_ERROR(gathering_.engine.with_lock(
         [&] { return transport::quic::add_path(*known, socket, state, options, now); }));
   } else {
-    auto link = gathering_.engine.with_quic(
+    auto link = gathering_.engine.with_lock(
         [&] { return transport::quic::make_link(socket, state, options, now); });
     if (!link.is_ok()) return link.status();
     peer.link = std::move(link).value();
@@ -165,7 +165,7 @@ bool QuicDoor::move() {
   for (std::size_t i = 0; i < handshakers_.size(); ++i) {
     Handshaker& handshaker = *handshakers_[i];
     transport::quic::Endpoint& endpoint = *gathering_.engine.quic()[i];
-    auto arrived = gathering_.engine.with_quic([&] {
+    auto arrived = gathering_.engine.with_lock([&] {
       endpoint.progress(real_clock().now_ns());
       return endpoint.take_unclaimed();
     });
@@ -173,7 +173,7 @@ bool QuicDoor::move() {
     for (const auto& datagram : arrived) handshaker.receive(datagram.bytes, datagram.from);
     const auto leaving = handshaker.take_datagrams();
     moved |= !leaving.empty();
-    gathering_.engine.with_quic([&] {
+    gathering_.engine.with_lock([&] {
       for (const auto& datagram : leaving) endpoint.send(datagram.bytes, datagram.address);
     });
     for (const HandedOver& state : handshaker.take_established()) {

@@ -17,6 +17,7 @@
 
 #include "pycomm/operation.h"
 #include "pycomm/options.h"
+#include "pycomm/shard_barrier.h"
 #include "pycomm/transport.h"
 
 namespace pycomm {
@@ -107,6 +108,9 @@ class Communicator {
 
   // allocate_shared_memory(), or kSystem where this group's process shares none.
   virtual Result<std::shared_ptr<std::byte>> allocate_shared(std::uint64_t bytes) = 0;
+
+  // Collective. Errors: kInvalidUsage (fewer than one shard), kSystem (memory).
+  virtual Result<std::unique_ptr<ShardBarrier>> create_shard_barrier(int num_shards) = 0;
 
   // Ok while the group can be used, then the failure that ended it.
   virtual Status health() const = 0;
