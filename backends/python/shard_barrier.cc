@@ -25,8 +25,7 @@ void bind_shard_barrier(py::module_& m) {
           [](ShardBarrier& self, int shard, std::int64_t timeout_ms) {
             check(self.wait(shard, timeout_ms));
           },
-          py::arg("shard"), py::arg("timeout_ms") = -1,
-          py::call_guard<py::gil_scoped_release>());
+          py::arg("shard"), py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace pycomm::python

@@ -96,10 +96,11 @@ class Connector {
       const Hello& mine = hello(gathering_.rank);
       const std::string& refusal = is_wanted ? mine.quic_refusal : mine.rdma_refusal;
       const std::string& other = is_wanted ? theirs.quic_refusal : theirs.rdma_refusal;
-      return Status::error(StatusCode::kInvalidUsage,
-                           std::string(is_wanted ? "PYCOMM_TRANSPORT=quic, but there is no QUIC: "
-                                                 : "PYCOMM_TRANSPORT=rdma, but there is no RDMA: ") +
-                               (!refusal.empty() ? refusal : "on the other host: " + other));
+      return Status::error(
+          StatusCode::kInvalidUsage,
+          std::string(is_wanted ? "PYCOMM_TRANSPORT=quic, but there is no QUIC: "
+                                : "PYCOMM_TRANSPORT=rdma, but there is no RDMA: ") +
+              (!refusal.empty() ? refusal : "on the other host: " + other));
     }
     const Status status = quic_.connect(theirs);
     if (status.is_ok() || is_wanted || status.code() != StatusCode::kTimeout) return status;

@@ -20,8 +20,8 @@ Result<std::unique_ptr<ShardBarrier>> CommunicatorImpl::create_shard_barrier(int
   meet.kind = OpKind::kBarrier;
   PYCOMM_RETURN_IF_ERROR(check_usable(meet));
   if (num_shards < 1 || num_shards > kShardsMax) {
-    return Status::error(StatusCode::kInvalidUsage, "a barrier has 1 to 65536 shards, not " +
-                                                        std::to_string(num_shards));
+    return Status::error(StatusCode::kInvalidUsage,
+                         "a barrier has 1 to 65536 shards, not " + std::to_string(num_shards));
   }
   auto barrier = std::make_unique<ShardBarrierImpl>(engine_, group_, num_shards);
   PYCOMM_RETURN_IF_ERROR(barrier->open(num_barriers_.fetch_add(1)));

@@ -39,6 +39,15 @@ inline constexpr std::uint64_t kKickToken = 2;
 inline constexpr std::uint64_t kUdpToken = 3;
 inline constexpr std::uint64_t kFirstLinkToken = 16;
 
+// Something on links that needs a hand now and then. With the engine's lock.
+class Tended {
+ public:
+  virtual void tend() = 0;
+
+ protected:
+  ~Tended() = default;
+};
+
 // A connection that proved whose it is before anyone here waited for it.
 struct Stashed {
   std::string process_id;
@@ -80,16 +89,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::lock_guard lock(mutex_);
     return f();
   }
-  // One turn of the engine, and `f` after it, unless another thread is at it; whether anything
-  // moved.
-  template <class F>
-  bool move(F f) {
+  // One turn of the engine, unless another thread is at it; whether anything moved.
+  bool move() {
     std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock()) return false;
-    const bool moved = progress();
-    f();
-    return moved;
+    return lock.owns_lock() && progress();
   }
+  // At every turn from now on; until then. With the lock.
+  void add_tended(Tended* tended) { tended_.push_back(tended); }
+  void remove_tended(Tended* tended) { std::erase(tended_, tended); }
   std::mutex& creation_mutex() { return creation_mutex_; }
   Crowding& crowding() { return crowding_; }
 
@@ -215,6 +222,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::map<std::string, PeerLink> links_;
   std::vector<Member> members_;
   std::vector<Grave> graves_;
+  std::vector<Tended*> tended_;
   std::deque<Stashed> stashed_;
   std::deque<std::pair<std::string, transport::GroupNotice>> early_notices_;  // by process id
   std::uint64_t next_token_ = kFirstLinkToken;

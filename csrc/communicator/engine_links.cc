@@ -133,8 +133,8 @@ Status Engine::start_rdma(const Options& options) {
     library = platform::verbs::ibverbs(&rdma_refusal_);
   }
   if (library != nullptr) {
-    for (const auto& info : usable_ports(library->ports(options.rdma, &rdma_refusal_),
-                                         options.rdma, &rdma_refusal_)) {
+    for (const auto& info :
+         usable_ports(library->ports(options.rdma, &rdma_refusal_), options.rdma, &rdma_refusal_)) {
       auto port = library->open(info);
       if (!port.is_ok()) {
         rdma_refusal_ = port.status().message();
@@ -152,9 +152,9 @@ Status Engine::start_rdma(const Options& options) {
   std::string refusal;
   rdma_.monitor = platform::MemoryMonitor::of_process(&refusal);
   if (rdma_.monitor == nullptr) {
-    base::log(base::LogLevel::kInfo, base::Subsystem::kNet,
-              "RDMA registrations last for one use each: freed memory cannot be seen (" + refusal +
-                  ")");
+    base::log(
+        base::LogLevel::kInfo, base::Subsystem::kNet,
+        "RDMA registrations last for one use each: freed memory cannot be seen (" + refusal + ")");
   }
   return Status();
 }

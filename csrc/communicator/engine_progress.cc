@@ -39,6 +39,7 @@ bool Engine::progress() {
   for (const auto& endpoint : quic_) moved |= endpoint->progress(real_clock().now_ns());
   for (auto& [id, peer] : links_) moved |= peer.link->progress();
   watch_links();
+  for (Tended* tended : tended_) tended->tend();
   const TimeNs now = real_clock().now_ns();
   int active = 0;
   for (Member& member : members_) {

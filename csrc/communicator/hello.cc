@@ -84,8 +84,8 @@ std::string encode(const Hello& h) {
          line("tcp_port", std::to_string(h.tcp_port)) +
          line("quic_paths", encode_paths(h.quic_paths)) + line("quic_refusal", h.quic_refusal) +
          line("num_rdma_ports", std::to_string(h.num_rdma_ports)) +
-         line("rdma_refusal", h.rdma_refusal) +
-         line("proof", h.proof) + line("cpus", h.cpus) + line("nonce", std::to_string(h.nonce));
+         line("rdma_refusal", h.rdma_refusal) + line("proof", h.proof) + line("cpus", h.cpus) +
+         line("nonce", std::to_string(h.nonce));
 }
 
 Result<Hello> decode(const std::string& text) {
@@ -123,9 +123,9 @@ Result<Hello> decode(const std::string& text) {
   const bool is_valid =
       parse(fields["world_size"], &h.world_size) && parse(fields["tcp_port"], &h.tcp_port) &&
       parse_paths(fields["quic_paths"], &h.quic_paths) &&
-      parse(fields["num_rdma_ports"], &h.num_rdma_ports) && h.num_rdma_ports >= 0 && parse(fields["nonce"], &h.nonce) &&
-      h.nonce >> 63 == 0 && is_process_id(h.process_id) && h.local_name.size() <= 100 &&
-      is_hexadecimal(h.cpus);
+      parse(fields["num_rdma_ports"], &h.num_rdma_ports) && h.num_rdma_ports >= 0 &&
+      parse(fields["nonce"], &h.nonce) && h.nonce >> 63 == 0 && is_process_id(h.process_id) &&
+      h.local_name.size() <= 100 && is_hexadecimal(h.cpus);
   if (!is_valid) return malformed;
   return h;
 }

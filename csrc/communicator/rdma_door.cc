@@ -80,9 +80,8 @@ bool RdmaDoor::advance() {
 
 Status RdmaDoor::await(const std::string& process_id) {
   const auto find = [&] {
-    return std::find_if(openings_.begin(), openings_.end(), [&](const Opening& opening) {
-      return opening.process_id == process_id;
-    });
+    return std::find_if(openings_.begin(), openings_.end(),
+                        [&](const Opening& opening) { return opening.process_id == process_id; });
   };
   auto it = find();
   if (it == openings_.end()) return Status();

@@ -58,6 +58,7 @@ Status ShardBarrierImpl::open(std::uint64_t index) {
     PYCOMM_RETURN_IF_ERROR(engine_->expose(*link, region_, exposed, bytes));
     peers_.push_back(std::move(peer));
   }
+  if (!all_are_mapped_) engine_->with_lock([&] { engine_->add_tended(this); });
   return Status();
 }
 
@@ -146,9 +147,9 @@ Status ShardBarrierImpl::check(int shard) const {
     return Status::error(StatusCode::kInvalidUsage, "a forked child has no group");
   }
   if (shard >= 0 && shard < num_shards_) return Status();
-  return Status::error(StatusCode::kInvalidUsage,
-                       "shard " + std::to_string(shard) + " of a barrier of " +
-                           std::to_string(num_shards_));
+  return Status::error(
+      StatusCode::kInvalidUsage,
+      "shard " + std::to_string(shard) + " of a barrier of " + std::to_string(num_shards_));
 }
 
 Status ShardBarrierImpl::arrive(int shard) {
@@ -157,7 +158,6 @@ Status ShardBarrierImpl::arrive(int shard) {
   mine_[shard].value.fetch_add(1, std::memory_order_release);
   if (all_are_mapped_) return Status();
   engine_->with_lock([&] {
-    tend();
     for (Peer& peer : peers_) {
       if (peer.arrivals) add(peer, shard, 1);
     }
@@ -203,7 +203,7 @@ Status ShardBarrierImpl::wait(int shard, std::int64_t timeout_ms) {
   const TimeNs deadline = base::deadline_after(start, timeout_ms);
   TimeNs ask_at = start + kInterruptNs;
   while (!is_complete(shard)) {
-    const bool moved = engine_->move([&] { tend(); });
+    const bool moved = engine_->move();
     if (is_complete(shard)) break;
     if (group_->has_failed()) return group_->failure();
     const TimeNs now = real_clock().now_ns();
@@ -230,10 +230,12 @@ ShardBarrierImpl::~ShardBarrierImpl() {
     return;
   }
   const TimeNs deadline = real_clock().now_ns() + kFarewellNs;
-  while (!words_.empty() && real_clock().now_ns() < deadline) {
-    if (!engine_->move([&] { tend(); })) platform::sleep_ns(kNapNs);
+  const auto is_busy = [&] { return engine_->with_lock([&] { return !words_.empty(); }); };
+  while (is_busy() && real_clock().now_ns() < deadline) {
+    if (!engine_->move()) platform::sleep_ns(kNapNs);
   }
   engine_->with_lock([&] {
+    engine_->remove_tended(this);
     for (Word& word : words_) {
       if (!word.transfer.is_finished()) word.peer->link->cancel(word.transfer);
     }

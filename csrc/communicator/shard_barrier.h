@@ -12,7 +12,7 @@
 
 namespace pycomm::communicator {
 
-class ShardBarrierImpl final : public ShardBarrier {
+class ShardBarrierImpl final : public ShardBarrier, private Tended {
  public:
   ShardBarrierImpl(std::shared_ptr<Engine> engine, std::shared_ptr<Group> group, int num_shards)
       : engine_(std::move(engine)), group_(std::move(group)), num_shards_(num_shards) {}
@@ -57,7 +57,9 @@ class ShardBarrierImpl final : public ShardBarrier {
   // With the engine's lock.
   void add(Peer& peer, int shard, std::uint64_t delta);
   void look(Peer& peer, int shard);
-  void tend();
+  // By the engine, whoever moves it: a peer may wait for an addition that this rank's caller has
+  // long left behind.
+  void tend() override;
   Status late(int shard, std::int64_t timeout_ms) const;
 
   const std::shared_ptr<Engine> engine_;

@@ -1,8 +1,6 @@
 // libibverbs behind the interface of verbs.h. The library is loaded at run time, so that one
 // binary serves with and without it; what verbs.h (the system's) defines inline goes through the
 // driver's own table and needs no symbol.
-#include "platform/verbs.h"
-
 #include <dlfcn.h>
 #include <fcntl.h>
 
@@ -11,6 +9,7 @@
 #include <cstring>
 
 #include "platform/system.h"
+#include "platform/verbs.h"
 
 #if __has_include(<infiniband/verbs.h>)
 #define PYCOMM_HAVE_VERBS_HEADERS 1
@@ -48,8 +47,9 @@ std::string describe_status(int status) {
 #if !PYCOMM_HAVE_VERBS_HEADERS
 
 Library* ibverbs(std::string* refusal) {
-  *refusal = "this build had no libibverbs headers (install libibverbs-dev or rdma-core-devel, "
-             "then build again)";
+  *refusal =
+      "this build had no libibverbs headers (install libibverbs-dev or rdma-core-devel, "
+      "then build again)";
   return nullptr;
 }
 
@@ -98,7 +98,7 @@ struct Loaded {
       return;
     }
     const auto bind = [&](const char* name, auto* out) {
-      *out = reinterpret_cast<std::remove_pointer_t<decltype(out)>>(dlsym(library, name));
+      *out = reinterpret_cast<std::remove_pointer_t<decltype(out)> >(dlsym(library, name));
       if (*out == nullptr && missing.empty()) missing = std::string(name) + " is not in libibverbs";
     };
     bind("ibv_get_device_list", &symbols.get_device_list);
@@ -217,10 +217,10 @@ class IbPair final : public Pair {
       attr.ah_attr.grh.hop_limit = 255;
       attr.ah_attr.grh.traffic_class = options.traffic_class;
     }
-    int error = ib().modify_qp(pair_, &attr,
-                               IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
-                                   IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
-                                   IBV_QP_MIN_RNR_TIMER);
+    int error =
+        ib().modify_qp(pair_, &attr,
+                       IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
+                           IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
     if (error != 0) return refused("ibv_modify_qp to RTR", error);
     attr = {};
     attr.qp_state = IBV_QPS_RTS;
@@ -326,20 +326,19 @@ class IbDomain final : public Domain {
   const PortInfo& port() const override { return port_; }
   int fd() const override { return channel_->fd; }
 
-  Result<std::unique_ptr<Memory>> register_memory(const void* data, std::uint64_t bytes,
-                                                  unsigned access) override {
+  Result<std::unique_ptr<Memory> > register_memory(const void* data, std::uint64_t bytes,
+                                                   unsigned access) override {
     const unsigned flags =
         flag_if(access & kLocalWrite, IBV_ACCESS_LOCAL_WRITE) |
         flag_if(access & kRemoteWrite, IBV_ACCESS_REMOTE_WRITE) |
         flag_if(access & kRemoteRead, IBV_ACCESS_REMOTE_READ) |
         flag_if((access & kRemoteAtomic) && port_.has_atomics, IBV_ACCESS_REMOTE_ATOMIC);
-    ibv_mr* memory =
-        ib().reg_mr(domain_, const_cast<void*>(data), bytes, static_cast<int>(flags));
+    ibv_mr* memory = ib().reg_mr(domain_, const_cast<void*>(data), bytes, static_cast<int>(flags));
     if (memory == nullptr) return refused("ibv_reg_mr", 0);
     return std::unique_ptr<Memory>(new IbMemory(memory));
   }
 
-  Result<std::unique_ptr<Pair>> create_pair(const PairLimits& limits) override {
+  Result<std::unique_ptr<Pair> > create_pair(const PairLimits& limits) override {
     ibv_qp* pair = nullptr;
     std::uint32_t inline_bytes_max = 0;
     // What a device takes inline it does not say; it refuses what is too much.
@@ -407,7 +406,7 @@ class IbPort final : public Port {
   IbPort(std::shared_ptr<OpenDevice> device, PortInfo info)
       : device_(std::move(device)), info_(std::move(info)) {}
   const PortInfo& info() const override { return info_; }
-  Result<std::unique_ptr<Domain>> create_domain(int num_completions) override {
+  Result<std::unique_ptr<Domain> > create_domain(int num_completions) override {
     auto domain = std::make_unique<IbDomain>(device_, info_);
     if (Status status = domain->open(num_completions); !status.is_ok()) return status;
     return std::unique_ptr<Domain>(std::move(domain));
@@ -435,9 +434,9 @@ int best_roce_gid(ibv_context* context, const PortInfo& port, int num_gids) {
     Gid gid;
     std::memcpy(gid.data(), raw.raw, gid.size());
     if (is_zero(gid)) continue;
-    const auto type = read_file("/sys/class/infiniband/" + port.device + "/ports/" +
-                                std::to_string(port.number) + "/gid_attrs/types/" +
-                                std::to_string(i));
+    const auto type =
+        read_file("/sys/class/infiniband/" + port.device + "/ports/" + std::to_string(port.number) +
+                  "/gid_attrs/types/" + std::to_string(i));
     if (!type || type->find("RoCE v2") == std::string::npos) continue;
     static constexpr std::uint8_t kIpv4Prefix[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
     const bool is_ipv4 = std::memcmp(gid.data(), kIpv4Prefix, sizeof kIpv4Prefix) == 0;
@@ -483,8 +482,8 @@ void describe_port(ibv_context* context, const RdmaOptions& options, PortInfo* p
     return;
   }
   port->gid_index = options.gid_index >= 0 ? options.gid_index
-                    : port->is_ethernet ? best_roce_gid(context, *port, attr.gid_tbl_len)
-                                        : 0;
+                    : port->is_ethernet    ? best_roce_gid(context, *port, attr.gid_tbl_len)
+                                           : 0;
   ibv_gid gid{};
   if (port->gid_index >= 0 && ib().query_gid(context, port->number, port->gid_index, &gid) == 0) {
     std::memcpy(port->gid.data(), gid.raw, port->gid.size());
@@ -516,8 +515,9 @@ class IbLibrary final : public Library {
       if (device.context == nullptr || ib().query_device(device.context, &attr) != 0) {
         PortInfo port;
         port.device = name;
-        port.use = {false, refused("opening it", 0).message() + " (/dev/infiniband/uverbs*: may "
-                                                                "this user open it?)"};
+        port.use = {false, refused("opening it", 0).message() +
+                               " (/dev/infiniband/uverbs*: may "
+                               "this user open it?)"};
         found.push_back(port);
         continue;
       }
@@ -535,7 +535,7 @@ class IbLibrary final : public Library {
     return found;
   }
 
-  Result<std::shared_ptr<Port>> open(const PortInfo& info) override {
+  Result<std::shared_ptr<Port> > open(const PortInfo& info) override {
     int count = 0;
     ibv_device** devices = ib().get_device_list(&count);
     auto device = std::make_shared<OpenDevice>();

@@ -22,9 +22,9 @@ using Gid = std::array<std::uint8_t, 16>;
 
 // One port of one device, as it can be used.
 struct PortInfo {
-  std::string device;   // "mlx5_0"
+  std::string device;  // "mlx5_0"
   std::uint8_t number = 1;
-  Viability use;        // if it cannot be used, why not: port down, no GID, permission
+  Viability use;  // if it cannot be used, why not: port down, no GID, permission
   bool is_ethernet = false;
   std::uint16_t lid = 0;
   std::uint8_t mtu_code = 3;  // 1: 256 bytes ... 5: 4096
@@ -64,8 +64,8 @@ struct SendRequest {
 
 struct Completion {
   std::uint64_t id = 0;
-  std::uint32_t pair = 0;  // its number
-  int status = 0;          // 0: success; else as ibv_wc_status
+  std::uint32_t pair = 0;   // its number
+  int status = 0;           // 0: success; else as ibv_wc_status
   bool is_receive = false;  // meaningful for successes
   bool has_immediate = false;
   std::uint32_t immediate = 0;
@@ -98,8 +98,9 @@ class Pair {
   virtual ~Pair() = default;
   virtual PairAddress address() const = 0;
   virtual std::uint32_t inline_bytes_max() const = 0;
-  // Receives may be posted from the start, sends once connected. It may take seconds where the way to
-  // the other end is unknown (may_block()); any thread may call it, while no other uses the pair.
+  // Receives may be posted from the start, sends once connected. It may take seconds where the way
+  // to the other end is unknown (may_block()); any thread may call it, while no other uses the
+  // pair.
   virtual Status connect(const PairAddress& theirs, const RdmaOptions& options) = 0;
   // To the error state: nothing more arrives or leaves, and what is posted comes back flushed.
   virtual bool may_block() const { return false; }

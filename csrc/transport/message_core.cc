@@ -236,8 +236,9 @@ void MessageCore::start_data(Transfer& transfer, const FrameHeader& clear, const
   emit(FrameKind::kData, transfer.id, 0);
   outgoing_.back().header.signature = transfer.signature;
   outgoing_.back().header.message_bytes = transfer.bytes;
-  finish(transfer, Status::error(StatusCode::kInvalidUsage,
-                                 describe_mismatch(transfer, clear.signature, clear.message_bytes)));
+  finish(transfer,
+         Status::error(StatusCode::kInvalidUsage,
+                       describe_mismatch(transfer, clear.signature, clear.message_bytes)));
 }
 
 bool MessageCore::next_write(OutWrite* out) {

@@ -11,8 +11,8 @@
 // A message that found no window announces itself by kRequest, so that a post knows to clear it:
 // one group that runs ahead cannot starve another.
 //
-// Invariant: a transfer is in exactly one of posts_, sends_, writes_, fetches_ or the outgoing queue
-// while pending; finish() removes it everywhere. Thread: the owner's; no lock inside.
+// Invariant: a transfer is in exactly one of posts_, sends_, writes_, fetches_ or the outgoing
+// queue while pending; finish() removes it everywhere. Thread: the owner's; no lock inside.
 #pragma once
 
 #include <array>

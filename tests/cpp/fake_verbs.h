@@ -27,8 +27,9 @@ struct Fabric {
   std::map<std::uint32_t, FakePair*> pairs;
   std::uint32_t next_pair = 1, next_key = 1, next_gid = 1;
   std::set<std::string> dead_ports;
-  int acks_to_lose = 0;       // the work is done, and its requester hears of a failure
-  int num_calls = 0;          // that may fail
+  std::set<std::string> silent_ports;  // nothing moves, and nobody is told
+  int acks_to_lose = 0;                // the work is done, and its requester hears of a failure
+  int num_calls = 0;                   // that may fail
   int call_to_fail = -1;
   std::uint64_t num_atomics = 0, num_writes = 0, num_sends = 0, num_registered = 0;
   std::uint64_t bytes_lockable = UINT64_MAX, bytes_locked = 0;
@@ -233,8 +234,8 @@ inline int FakePair::carry_out(FakePair& remote, const Send& send) {
   const std::byte* source = r.is_inline ? send.copy.data() : static_cast<const std::byte*>(r.data);
   if (!r.is_inline && r.bytes > 0) {
     const FakeMemory* memory = domain_.find(r.local_key);
-    const bool is_mine = memory != nullptr &&
-                         memory->covers(r.data, r.bytes, lands_here ? verbs::kLocalWrite : 0u);
+    const bool is_mine =
+        memory != nullptr && memory->covers(r.data, r.bytes, lands_here ? verbs::kLocalWrite : 0u);
     if (!is_mine) return 4;  // local protection error
   }
   const bool takes_receive = r.kind == Kind::kSend || r.kind == Kind::kWriteWithImmediate;
@@ -299,10 +300,11 @@ inline void FakePair::execute() {
   const auto it = fabric().pairs.find(theirs_.number);
   const bool is_dead = fabric().dead_ports.contains(domain_.info_.name());
   FakePair* remote = it == fabric().pairs.end() ? nullptr : it->second;
-  const bool is_there =
-      remote != nullptr && !remote->has_failed_ && remote->psn_ == theirs_.first_psn &&
-      (!remote->is_connected_ || remote->theirs_.number == number_) &&
-      !fabric().dead_ports.contains(remote->domain_.info_.name());
+  const bool is_there = remote != nullptr && !remote->has_failed_ &&
+                        remote->psn_ == theirs_.first_psn &&
+                        (!remote->is_connected_ || remote->theirs_.number == number_) &&
+                        !fabric().dead_ports.contains(remote->domain_.info_.name());
+  if (fabric().silent_ports.contains(domain_.info_.name())) return;
   if (is_dead || !is_there) return fail_front(verbs::kStatusRetryExceeded);
   if (!remote->is_connected_) return;
   const Send send = sends_.front();
@@ -346,8 +348,7 @@ inline int FakeDomain::poll(verbs::Completion* out, int count) {
 
 class FakePort final : public verbs::Port {
  public:
-  FakePort(std::shared_ptr<Fabric> fabric, const std::string& device)
-      : fabric_(std::move(fabric)) {
+  FakePort(std::shared_ptr<Fabric> fabric, const std::string& device) : fabric_(std::move(fabric)) {
     info_.device = device;
     info_.has_atomics = true;
     info_.max_reads = 4;

@@ -45,10 +45,9 @@ inline RdmaPair begin_rdma_pair(const RdmaSetup& setup,
     place.budget =
         std::make_shared<transport::rdma::RegistrationBudget>(setup.bytes_registered_max);
     place.monitor = monitor;
-    *ends[side] =
-        transport::rdma::make_link(platform::make_plain_stream(std::move(*sockets[side])), place,
-                                   setup.options, platform::real_clock().now_ns())
-            .value();
+    *ends[side] = transport::rdma::make_link(platform::make_plain_stream(std::move(*sockets[side])),
+                                             place, setup.options, platform::real_clock().now_ns())
+                      .value();
   }
   pair.pump = [a = pair.a, b = pair.b] {
     a->progress();
@@ -100,7 +99,8 @@ inline RdmaPair make_real_rdma_pair(const RdmaSetup& setup) {
     for (const std::string& device : setup.devices[side]) {
       for (const platform::verbs::PortInfo& info : library->ports(setup.options.rdma, &refusal)) {
         if (info.device != device) continue;
-        if (!info.use.viable) std::fprintf(stderr, "%s: %s\n", device.c_str(), info.use.reason.c_str());
+        if (!info.use.viable)
+          std::fprintf(stderr, "%s: %s\n", device.c_str(), info.use.reason.c_str());
         ports[side].push_back(library->open(info).value());
       }
     }

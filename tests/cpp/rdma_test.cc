@@ -171,7 +171,8 @@ TEST(Rdma, APathThatDiesLosesAndDoublesNothing) {
     constexpr int kCount = 40;
     std::deque<std::vector<std::byte>> sources, targets;
     std::deque<Transfer> sends, recvs;
-    const int dies_at = static_cast<int>(rng.below(kCount)), dies_after = static_cast<int>(rng.below(30));
+    const int dies_at = static_cast<int>(rng.below(kCount)),
+              dies_after = static_cast<int>(rng.below(30));
     for (int i = 0; i < kCount; ++i) {
       const std::uint64_t bytes = rng.below(3) == 0 ? rng.below(1'500'000) : rng.below(5'000);
       sources.push_back(pattern(bytes, rng.next()));
@@ -223,9 +224,12 @@ TEST(Rdma, TheOnlyPathComesBack) {
       pair.pump();
       if (i == seed % 20) pair.fabric->acks_to_lose = 1;
     }
-    ASSERT_TRUE(pump_until(pair, [&] {
-      return std::all_of(recvs.begin(), recvs.end(), [](auto& t) { return t.is_finished(); });
-    }, 20'000'000));
+    ASSERT_TRUE(pump_until(
+        pair,
+        [&] {
+          return std::all_of(recvs.begin(), recvs.end(), [](auto& t) { return t.is_finished(); });
+        },
+        20'000'000));
     for (std::uint64_t i = 0; i < 20; ++i) {
       ASSERT_EQ(recvs[i].state, TransferState::kDone) << recvs[i].status.to_string();
       ASSERT_EQ(sources[i], targets[i]);
@@ -259,6 +263,26 @@ TEST(Rdma, WithoutAnyPathEveryWaiterHearsTheVerbsStatus) {
   EXPECT_EQ(recv.status.code(), StatusCode::kPeerLost);
 }
 
+// A NIC that repeats for ever and says nothing, as the kernel's rdma_rxe does with atomics.
+TEST(Rdma, APathThatFallsSilentIsLeft) {
+  RdmaSetup setup = two_rails(4);
+  setup.options.rdma.timeout_code = 1;  // then two seconds are the least
+  RdmaPair pair = make_fake_rdma_pair(setup);
+  expect_moves(pair, 1, 300'000);
+  pair.fabric->silent_ports = {"one:1"};
+  const base::TimeNs start = platform::real_clock().now_ns();
+  auto source = pattern(500'000, 1);
+  std::vector<std::byte> target(source.size());
+  Transfer send = make_transfer(11, source), recv = make_transfer(11, target);
+  pair.b->post(recv);
+  pair.a->send(send);
+  ASSERT_TRUE(
+      pump_until(pair, [&] { return send.is_finished() && recv.is_finished(); }, 100'000'000));
+  EXPECT_EQ(source, target);
+  EXPECT_LT(platform::real_clock().now_ns() - start, base::ms_to_ns(6'000));
+  EXPECT_NE(stats(pair.a).paths[0].find("down"), std::string::npos);
+}
+
 TEST(Rdma, APeerThatDiesIsNoticedByItsStream) {
   RdmaPair pair = make_fake_rdma_pair(kOneRail);
   std::vector<std::byte> data(100);
@@ -289,8 +313,8 @@ TEST(Rdma, ACancelledReceiveIsNotWrittenLater) {
     for (std::uint64_t turn = rng.below(40); turn > 0; --turn) pair.pump();
     pair.b->cancel(recv);
     std::fill(target.begin(), target.end(), std::byte{0x5a});
-    ASSERT_TRUE(pump_until(pair, [&] { return other.is_finished() && other_send.is_finished(); },
-                           20'000'000));
+    ASSERT_TRUE(pump_until(
+        pair, [&] { return other.is_finished() && other_send.is_finished(); }, 20'000'000));
     EXPECT_EQ(other.state, TransferState::kDone) << other.status.to_string();
     EXPECT_EQ(small, got);
     if (recv.state == TransferState::kFailed) {
@@ -343,9 +367,8 @@ TEST(Rdma, ARegionIsReadWrittenAndCountedByTheNic) {
   here.write(write, 1, 8);
   here.fetch_add(add, 1, 0, 5);
   here.read(read, 1, 8);
-  ASSERT_TRUE(pump_until(pair, [&] {
-    return write.is_finished() && add.is_finished() && read.is_finished();
-  }));
+  ASSERT_TRUE(pump_until(
+      pair, [&] { return write.is_finished() && add.is_finished() && read.is_finished(); }));
   EXPECT_EQ(back, source);
   EXPECT_EQ(old, 0u);
   EXPECT_EQ(memory[0], 5u);
@@ -415,7 +438,8 @@ TEST(Rdma, ALinkThatCannotBeIsRefusedOnBothSidesAndTheStreamServesOn) {
     std::string reason;
     test::LinkPair tcp;
     tcp.a = transport::tcp::make_link(transport::rdma::take_stream(*pair.a, &reason), {});
-    EXPECT_NE(reason.find(rails == 0 ? "no RDMA device" : "RETRY_EXC"), std::string::npos) << reason;
+    EXPECT_NE(reason.find(rails == 0 ? "no RDMA device" : "RETRY_EXC"), std::string::npos)
+        << reason;
     tcp.b = transport::tcp::make_link(transport::rdma::take_stream(*pair.b, &reason), {});
     RdmaPair over_tcp;
     over_tcp.a = tcp.a;

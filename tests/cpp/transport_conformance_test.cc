@@ -48,7 +48,9 @@ std::vector<Subject> subjects() {
       {"quic_paths", [] { return test::make_quic_pair(3); }},
       {"rdma", []() -> LinkPair { return test::make_fake_rdma_pair({{{"one"}, {"two"}}}); }},
       {"rdma_rails",
-       []() -> LinkPair { return test::make_fake_rdma_pair({{{"one", "three"}, {"two", "four"}}}); }},
+       []() -> LinkPair {
+         return test::make_fake_rdma_pair({{{"one", "three"}, {"two", "four"}}});
+       }},
       {"sim", [] { return test::make_sim_pair(1); }},
   };
   if (!devices_of_machine(true).devices[1].empty()) {

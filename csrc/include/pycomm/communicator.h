@@ -59,15 +59,15 @@ struct PathStats {
 
 // What RDMA did for a link to a peer.
 struct RdmaStats {
-  std::uint64_t registrations = 0;     // of memory, with the NIC
-  std::uint64_t cache_hits = 0;        // that an earlier registration served
+  std::uint64_t registrations = 0;  // of memory, with the NIC
+  std::uint64_t cache_hits = 0;     // that an earlier registration served
   std::uint64_t evictions = 0;
   std::uint64_t refusals = 0;          // not registered: the bytes were copied instead
   std::uint64_t bytes_registered = 0;  // of the whole process, now
   std::uint64_t atomics = 0;           // fetch_adds that the NIC did
   std::uint64_t messages_again = 0;    // sent again after a path broke
   std::uint64_t path_resets = 0;
-  std::vector<std::string> paths;      // "mlx5_0:1 up"
+  std::vector<std::string> paths;  // "mlx5_0:1 up"
 };
 
 struct PeerStats {

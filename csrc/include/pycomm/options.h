@@ -70,8 +70,8 @@ struct Options {
   std::uint64_t quic_mtu_max = 1472;  // largest UDP payload that is tried
   enum class QuicCrypto : std::uint8_t { kAny, kOpenssl, kIpsecMb };
   QuicCrypto quic_crypto = QuicCrypto::kAny;
-  std::string quic_keylog;              // file for the keys of all connections; empty: none
-  std::string quic_qlog_folder;         // for a trace of each connection; empty: none
+  std::string quic_keylog;       // file for the keys of all connections; empty: none
+  std::string quic_qlog_folder;  // for a trace of each connection; empty: none
   RdmaOptions rdma;
   bool allow_public_plaintext = false;  // plain TCP between public addresses
   std::string flight_recorder_folder;   // where a failure dumps to; empty: nowhere

@@ -1,5 +1,5 @@
-// A barrier for each shard of a gradient: ranks arrive at a shard when their part of it is ready, in
-// any order of shards, and see when all have. Counted, so that it is used again without a reset.
+// A barrier for each shard of a gradient: ranks arrive at a shard when their part of it is ready,
+// in any order of shards, and see when all have. Counted, so that it is used again without a reset.
 //
 // Each pair of ranks has a counter of its own for each shard, with one writer, so that a path that
 // breaks under an arrival leaves no doubt: the writer reads its counter and goes on from there.

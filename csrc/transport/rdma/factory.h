@@ -37,8 +37,8 @@ enum class Establishment : std::uint8_t {
 // Both ends make one over the same stream, and call progress() until it is established. Errors:
 // kSystem (descriptors).
 Result<std::shared_ptr<CoreLink>> make_link(std::unique_ptr<platform::ByteStream> stream,
-                                    const Place& place, const LinkOptions& options,
-                                    base::TimeNs now);
+                                            const Place& place, const LinkOptions& options,
+                                            base::TimeNs now);
 Establishment establishment(const CoreLink& link);
 // Of a refused link; why it was refused in words.
 std::unique_ptr<platform::ByteStream> take_stream(CoreLink& link, std::string* reason);

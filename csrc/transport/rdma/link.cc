@@ -14,8 +14,8 @@ using platform::verbs::describe_status;
 
 constexpr int kCompletionsPerTurn = 64;
 constexpr std::uint64_t kTurnsPerLook = 64;
-// Of a message that several rails share.
-constexpr std::uint64_t kPieceBytes = 1024 * 1024;
+// A message that several rails share is cut into as many pieces, within these bounds.
+constexpr std::uint64_t kPieceBytesMin = 64 * 1024, kPieceBytesMax = 1024 * 1024;
 
 CoreOptions core_options(const LinkOptions& options) {
   CoreOptions core;
@@ -118,6 +118,7 @@ bool RdmaLink::poll_rail(std::size_t r) {
     if (n == 0) break;
     taken += n;
     moved = true;
+    rail->moved_at = real_clock().now_ns();
     for (int i = 0; i < n && failure().is_ok(); ++i) {
       const Completion& completion = done[i];
       if (completion.status == 0 && completion.is_receive) {
@@ -132,7 +133,8 @@ bool RdmaLink::poll_rail(std::size_t r) {
         const auto at = std::find_if(posted.begin(), posted.end(), [&](const Rail::Posted& entry) {
           return entry.id == completion.id;
         });
-        if (at != posted.end() && at->job && completion.status == platform::verbs::kStatusRemoteAccess) {
+        if (at != posted.end() && at->job &&
+            completion.status == platform::verbs::kStatusRemoteAccess) {
           finish_job(at->job, Status::error(StatusCode::kInvalidUsage,
                                             "the peer exposes no such memory: " +
                                                 describe_status(completion.status)));
@@ -183,11 +185,14 @@ Status RdmaLink::take_cell(const std::byte* cell, std::uint32_t bytes) {
       peer_regions_[frame.signature] = region;
       return Status();
     }
-    case CellHeader::Kind::kRegionGone: peer_regions_[frame.signature] = PeerRegion(); return Status();
+    case CellHeader::Kind::kRegionGone:
+      peer_regions_[frame.signature] = PeerRegion();
+      return Status();
     case CellHeader::Kind::kFrame: break;
     default: return protocol_error("cell kind " + std::to_string(header.kind));
   }
-  if (frame.payload_bytes != bytes - kCellOverhead) return protocol_error("a cell of another length");
+  if (frame.payload_bytes != bytes - kCellOverhead)
+    return protocol_error("a cell of another length");
   Grant grant;
   if (frame.kind == static_cast<std::uint8_t>(FrameKind::kClear)) {
     grant.token = is_gone(header.token) ? 0 : header.token;
@@ -248,7 +253,8 @@ void RdmaLink::finish_job(const std::shared_ptr<Job>& job, Status status) {
   jobs_.erase(transfer);
   for (auto& memory : job->registered) memory.reset();
   if (job->kind == Job::Kind::kGranted) return core_.finish_write(*transfer, std::move(status));
-  if (status.is_ok() && job->kind == Job::Kind::kWrite) core_.counters().bytes_sent += transfer->bytes;
+  if (status.is_ok() && job->kind == Job::Kind::kWrite)
+    core_.counters().bytes_sent += transfer->bytes;
   if (status.is_ok() && job->kind == Job::Kind::kRead) {
     core_.counters().bytes_received += transfer->bytes;
   }
@@ -260,9 +266,8 @@ void RdmaLink::finish_job(const std::shared_ptr<Job>& job, Status status) {
 
 // While it is open what has arrived on a broken rail, frames wait, so that they stay in order.
 bool RdmaLink::may_send_frames() const {
-  return std::none_of(rails_.begin(), rails_.end(), [](const auto& rail) {
-    return rail && rail->state == Rail::State::kBroken;
-  });
+  return std::none_of(rails_.begin(), rails_.end(),
+                      [](const auto& rail) { return rail && rail->state == Rail::State::kBroken; });
 }
 
 bool RdmaLink::transmit() {
@@ -286,8 +291,8 @@ bool RdmaLink::transmit_again(Rail& rail) {
     const bool is_goodbye = is_goodbye_under_way_ && again_.size() == 1;
     ++num_again_;
     moved = true;
-    const Status status = rail.send_cell(static_cast<std::uint32_t>(cell.size()), is_goodbye,
-                                         is_goodbye, false);
+    const Status status =
+        rail.send_cell(static_cast<std::uint32_t>(cell.size()), is_goodbye, is_goodbye, false);
     again_.pop_front();
     if (!status.is_ok()) rail.break_for(status);
     if (rail.must_break) break;
@@ -297,9 +302,7 @@ bool RdmaLink::transmit_again(Rail& rail) {
 
 bool RdmaLink::transmit_frames(Rail& rail) {
   bool moved = false;
-  const auto has_room = [&] {
-    return rail.can_send(true) && rail.has_cell() && !rail.must_break;
-  };
+  const auto has_room = [&] { return rail.can_send(true) && rail.has_cell() && !rail.must_break; };
   while (!region_words_.empty() && has_room()) {
     const std::uint64_t region = region_words_.front();
     region_words_.pop_front();
@@ -401,7 +404,7 @@ bool RdmaLink::transmit_writes() {
     jobs_[due.transfer] = job;
     writes_.push_back(std::move(job));
   }
-  const std::uint64_t piece_max = num_up() > 1 ? kPieceBytes : UINT64_MAX;
+  const std::uint64_t num_rails = num_up();
   while (!writes_.empty()) {
     const std::shared_ptr<Job> job = writes_.front();
     if (!job->has_piece()) {
@@ -419,6 +422,9 @@ bool RdmaLink::transmit_writes() {
     }
     if (best == nullptr) return moved;
     const std::uint64_t before = job->bytes_under_way;
+    const std::uint64_t share = (job->transfer->bytes + num_rails - 1) / num_rails;
+    const std::uint64_t piece_max =
+        num_rails > 1 ? std::clamp(share, kPieceBytesMin, kPieceBytesMax) : UINT64_MAX;
     const Status status = best->send_piece(job, index_of(*best), piece_max, &core_.counters());
     best->bytes_under_way += job->bytes_under_way - before;
     moved = true;
@@ -500,8 +506,8 @@ Result<std::shared_ptr<CoreLink>> make_link(std::unique_ptr<platform::ByteStream
   auto poller = platform::Poller::create();
   if (!poller.is_ok()) return poller.status();
   PYCOMM_RETURN_IF_ERROR(poller.value().add(stream->fd(), 0));
-  return std::shared_ptr<CoreLink>(std::make_shared<RdmaLink>(
-      std::move(stream), place, options, std::move(poller).value(), now));
+  return std::shared_ptr<CoreLink>(std::make_shared<RdmaLink>(std::move(stream), place, options,
+                                                              std::move(poller).value(), now));
 }
 
 Establishment establishment(const CoreLink& link) {

@@ -109,6 +109,7 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
   void send_rest_again(std::size_t r);
   void run_establishment(base::TimeNs now);
   void watch_patience(base::TimeNs now);
+  base::TimeNs stall_ns() const;
   void lose_stream(const std::string& why, base::TimeNs now);
   std::size_t num_up() const;
   std::size_t index_of(const Rail& rail) const;
@@ -160,10 +161,10 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
   std::string control_in_, control_out_;
   std::vector<ControlMessage> deferred_;
   Status drain_failure_;
-  std::deque<std::vector<std::byte>> again_;  // cells of a broken rail, in order
+  std::deque<std::vector<std::byte>> again_;                  // cells of a broken rail, in order
   std::unordered_map<Transfer*, std::shared_ptr<Job>> jobs_;  // all that are not over
-  std::deque<std::shared_ptr<Job>> writes_;   // of granted memory, with pieces to post
-  std::deque<RegionJob> region_jobs_;         // in order, with pieces to post
+  std::deque<std::shared_ptr<Job>> writes_;  // of granted memory, with pieces to post
+  std::deque<RegionJob> region_jobs_;        // in order, with pieces to post
   bool is_goodbye_under_way_ = false;
 
   std::uint32_t next_token_ = 1;

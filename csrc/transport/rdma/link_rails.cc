@@ -14,10 +14,10 @@ using Kind = ControlMessage::Kind;
 using State = Rail::State;
 using platform::IoOutcome;
 
-constexpr TimeNs kSettleNs = 3'000'000'000;        // for the peer to answer for one rail
-constexpr TimeNs kRetryFirstNs = 20'000'000;       // doubled with each failure
-constexpr int kRetryDoublingsMax = 8;
-constexpr TimeNs kAfterStreamNs = 20'000'000;      // for what was sent before the stream's end
+constexpr TimeNs kSettleNs = 3'000'000'000;    // for the peer to answer for one rail
+constexpr TimeNs kRetryFirstNs = 20'000'000;   // doubled with each failure
+constexpr int kRetryDoublingsMax = 6;          // 1.3 s, well within kSettleNs
+constexpr TimeNs kAfterStreamNs = 20'000'000;  // for what was sent before the stream's end
 constexpr TimeNs kBlockedNs = 1'000'000;
 constexpr const char* kPeerReset = "the peer's end was reset";
 
@@ -149,7 +149,7 @@ void RdmaLink::take_control(const ControlMessage& message, TimeNs now) {
       rail->theirs = message.address();
       rail->their_credit_address = message.credit_address;
       rail->their_credit_key = message.credit_key;
-      if (rail->state == State::kIdle) begin_rail(r, now);
+      if (rail->state == State::kIdle && now >= rail->retry_at) begin_rail(r, now);
       if (rail->state == State::kOffered) connect_rail(r, now);
       return;
     case Kind::kReady: rail->heard_ready = true; return;
@@ -164,9 +164,9 @@ void RdmaLink::take_control(const ControlMessage& message, TimeNs now) {
       rail->heard_down = true;
       rail->peer_received = message.received;
       break_rail(r, 0,
-                 message.status != 0 ? "the peer's end: " +
-                                           platform::verbs::describe_status(message.status)
-                                     : kPeerReset,
+                 message.status != 0
+                     ? "the peer's end: " + platform::verbs::describe_status(message.status)
+                     : kPeerReset,
                  now);
       if (rail->state == State::kBroken && rail->sent_down) settle_rail(r, now);
       return;
@@ -260,6 +260,13 @@ void RdmaLink::run_rail(std::size_t r, TimeNs now) {
   Rail& rail = *rails_[r];
   const bool is_over = peer_departed() || stream_ended_at_ != 0;
   if (rail.must_break) break_rail(r, 0, rail.last_error, now);
+  // A NIC may repeat for ever without a word: the kernel's rdma_rxe does so with atomics.
+  if (rail.num_signalled() == 0) rail.moved_at = now;
+  if (rail.state == State::kUp && now - rail.moved_at > stall_ns()) {
+    break_rail(r, platform::verbs::kStatusRetryExceeded,
+               "nothing was acknowledged for " + std::to_string(stall_ns() / 1'000'000'000) + " s",
+               now);
+  }
   switch (rail.state) {
     case State::kIdle:
       if (now >= rail.retry_at && !is_over) begin_rail(r, now);
@@ -299,6 +306,13 @@ void RdmaLink::run_rail(std::size_t r, TimeNs now) {
       break;
   }
   if (now > rail.settle_by) break_rail(r, 0, "the peer does not answer", now);
+}
+
+// Twice as long as the NIC takes by its own word to give up.
+base::TimeNs RdmaLink::stall_ns() const {
+  const TimeNs one = TimeNs{4096} << std::min<int>(options_.rdma.timeout_code, 24);
+  return std::clamp<TimeNs>(2 * one * (options_.rdma.num_retries + 1), 2'000'000'000,
+                            120'000'000'000);
 }
 
 void RdmaLink::run_establishment(TimeNs now) {
@@ -363,9 +377,12 @@ void RdmaLink::break_rail(std::size_t r, int status, const std::string& why, Tim
   rail.state = State::kBroken;
   rail.is_revoking = why.empty();
   if (!rail.is_revoking) ++rail.num_failures;
-  rail.retry_at = now + (rail.is_revoking || why == kPeerReset
-                             ? 0
-                             : kRetryFirstNs << std::min(rail.num_failures, kRetryDoublingsMax));
+  // At once after a break on purpose, here or there; a rail that does not come up waits longer each
+  // time.
+  const bool is_on_purpose = rail.is_revoking || (was_up && why == kPeerReset);
+  rail.retry_at = is_on_purpose
+                      ? now
+                      : now + (kRetryFirstNs << std::min(rail.num_failures, kRetryDoublingsMax));
   // What was only flushed has its cause at the other end, which tells of it.
   if (was_up && status != 0 && status != platform::verbs::kStatusFlushed) {
     base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
@@ -413,7 +430,8 @@ void RdmaLink::send_rest_again(std::size_t r) {
     if (job->kind == Job::Kind::kFetchAdd) {
       finish_job(job, Status::error(StatusCode::kSystem,
                                     "the path broke under a fetch_add, which may or may not have "
-                                    "been carried out (" + rail.last_error + ")"));
+                                    "been carried out (" +
+                                        rail.last_error + ")"));
       continue;
     }
     const bool was_waiting = job->has_piece();
@@ -442,9 +460,9 @@ void RdmaLink::watch_patience(TimeNs now) {
 }
 
 std::size_t RdmaLink::num_up() const {
-  return static_cast<std::size_t>(
-      std::count_if(rails_.begin(), rails_.end(),
-                    [](const auto& rail) { return rail && rail->state == State::kUp; }));
+  return static_cast<std::size_t>(std::count_if(rails_.begin(), rails_.end(), [](const auto& rail) {
+    return rail && rail->state == State::kUp;
+  }));
 }
 
 std::size_t RdmaLink::index_of(const Rail& rail) const {
@@ -483,6 +501,7 @@ base::TimeNs RdmaLink::next_deadline() const {
     if (!rail) continue;
     if (rail->state == State::kIdle && !peer_departed()) sooner(rail->retry_at);
     sooner(rail->settle_by);
+    if (rail->num_signalled() > 0) sooner(rail->moved_at + stall_ns());
   }
   if (without_rail_since_ != 0) sooner(without_rail_since_ + options_.patience_ns);
   const bool is_connecting = std::any_of(rails_.begin(), rails_.end(), [](const auto& rail) {

@@ -17,7 +17,7 @@ constexpr std::uint64_t kSignalEvery = 16;
 // Left free for the marker of a break and for credits.
 constexpr std::uint32_t kReservedSends = 8;
 constexpr base::TimeNs kDrainNs = 2'000'000'000;
-constexpr std::uint64_t kPieceBytesMax = std::uint64_t{1} << 30;
+constexpr std::uint64_t kPieceBytesMax = 4 * 1024 * 1024;
 
 }  // namespace
 
@@ -74,6 +74,7 @@ Status Rail::begin(std::uint32_t number) {
   num_sent_counted_ = credits_told_ = 0;
   std::atomic_ref(words_->credits).store(0);
   posted_.clear();
+  num_signalled_ = 0;
   backlog_.clear();
   free_cells_.clear();
   for (std::uint32_t i = 0; i < limits_.num_cells; ++i) free_cells_.push_back(static_cast<int>(i));
@@ -140,11 +141,14 @@ Status Rail::break_off() {
 
 std::uint64_t Rail::num_counted_before() const {
   const auto is_counted = [](const Posted& entry) { return entry.is_counted; };
-  return num_sent_counted_ - static_cast<std::uint64_t>(
-                                 std::count_if(posted_.begin(), posted_.end(), is_counted));
+  return num_sent_counted_ -
+         static_cast<std::uint64_t>(std::count_if(posted_.begin(), posted_.end(), is_counted));
 }
 
-std::deque<Rail::Posted> Rail::take_posted() { return std::exchange(posted_, {}); }
+std::deque<Rail::Posted> Rail::take_posted() {
+  num_signalled_ = 0;
+  return std::exchange(posted_, {});
+}
 
 void Rail::end() {
   attempt_.reset();
@@ -156,15 +160,16 @@ void Rail::end() {
 bool Rail::can_send(bool is_counted) const {
   if (posted_.size() + kReservedSends > limits_.num_sends) return false;
   if (!is_counted) return true;
-  const std::uint64_t given_back =
-      std::atomic_ref(words_->credits).load(std::memory_order_acquire);
+  const std::uint64_t given_back = std::atomic_ref(words_->credits).load(std::memory_order_acquire);
   return num_sent_counted_ - given_back < limits_.num_cells;
 }
 
 Status Rail::post(SendRequest& request, Posted entry) {
   entry.id = request.id = next_id_++;
   request.is_signalled |= entry.id % kSignalEvery == 0;
+  entry.is_signalled = request.is_signalled;
   if (entry.is_counted) ++num_sent_counted_;
+  if (entry.is_signalled) ++num_signalled_;
   Status status = pair_->post_send(request);
   // What could not be posted counts as under way all the same: the rail breaks, and it is sent
   // again.

@@ -37,10 +37,10 @@ struct Job {
   Transfer* transfer = nullptr;  // null once it was cancelled
   Grant grant;                   // address, keys by rail; the token of a kGranted
   std::uint64_t add = 0;
-  std::uint64_t next = 0;        // not yet posted from here on
-  std::deque<Piece> again;       // posted, but lost with its rail
+  std::uint64_t next = 0;   // not yet posted from here on
+  std::deque<Piece> again;  // posted, but lost with its rail
   std::uint64_t bytes_under_way = 0;
-  bool is_unwanted = false;      // the receiver has taken its grant back
+  bool is_unwanted = false;  // the receiver has taken its grant back
   std::shared_ptr<Registered> registered[kRailsMax];
 
   bool has_piece() const {
@@ -52,17 +52,18 @@ struct Job {
 class Rail {
  public:
   enum class State : std::uint8_t {
-    kIdle,       // no pair; again at retry_at
-    kOffered,    // the peer knows of this end
-    kConnecting, // another thread finds the way
-    kConnected,  // takes packets; waits for the peer to say the same
-    kProbing,    // a message has been sent each way
+    kIdle,        // no pair; again at retry_at
+    kOffered,     // the peer knows of this end
+    kConnecting,  // another thread finds the way
+    kConnected,   // takes packets; waits for the peer to say the same
+    kProbing,     // a message has been sent each way
     kUp,
-    kBroken,     // takes nothing more; waits to hear what arrived there
+    kBroken,  // takes nothing more; waits to hear what arrived there
   };
   struct Posted {
     std::uint64_t id = 0;
     bool is_counted = false;
+    bool is_signalled = false;
     int cell = -1;            // taken until it is done
     std::uint32_t bytes = 0;  // of the cell, or of the piece
     std::uint64_t offset = 0;
@@ -72,8 +73,8 @@ class Rail {
   };
   struct Limits {
     std::uint32_t cell_bytes = 4096 + 128;
-    std::uint32_t num_cells = 64;     // to send from, and to receive into
-    std::uint32_t num_sends = 128;    // work requests under way
+    std::uint32_t num_cells = 64;   // to send from, and to receive into
+    std::uint32_t num_sends = 128;  // work requests under way
   };
 
   // Errors: kSystem, naming the verbs call.
@@ -130,6 +131,7 @@ class Rail {
     while (!posted_.empty() && posted_.front().id <= id) {
       Posted entry = std::move(posted_.front());
       posted_.pop_front();
+      num_signalled_ -= entry.is_signalled ? 1 : 0;
       release(entry);
       done(entry);
     }
@@ -142,6 +144,8 @@ class Rail {
   Registrations& registrations() { return *registrations_; }
   const Registrations& registrations() const { return *registrations_; }
   const std::deque<Posted>& posted() const { return posted_; }
+  // Of what is under way, how much will say when it is done.
+  std::size_t num_signalled() const { return num_signalled_; }
   // How many counted messages were sent before those in posted().
   std::uint64_t num_counted_before() const;
   bool is_pair(std::uint32_t number) const { return pair_ && pair_number_ == number; }
@@ -151,21 +155,22 @@ class Rail {
   std::uint32_t generation = 0;
   bool heard_up = false, heard_ready = false, heard_probe = false, heard_down = false;
   bool sent_down = false, sent_probe_arrived = false;
-  std::uint64_t received = 0;          // counted messages, this generation
-  std::uint64_t peer_received = 0;     // of a kDown
+  std::uint64_t received = 0;       // counted messages, this generation
+  std::uint64_t peer_received = 0;  // of a kDown
   platform::verbs::PairAddress theirs;
   std::uint64_t their_credit_address = 0;
   std::uint32_t their_credit_key = 0;
   base::TimeNs retry_at = 0;
   base::TimeNs settle_by = base::kNever;  // of a state that waits for the peer
+  base::TimeNs moved_at = 0;              // the last completion, or when there was none to come
   int num_failures = 0;                   // in a row
   int last_status = 0;                    // verbs status that broke it last
   std::string last_error;
   std::string cause;  // what broke it when it was up
   std::uint64_t num_resets = 0;
-  std::uint64_t bytes_under_way = 0;      // of jobs
-  bool must_break = false;                // a call on it failed
-  bool is_revoking = false;               // broken on purpose, to begin anew at once
+  std::uint64_t bytes_under_way = 0;  // of jobs
+  bool must_break = false;            // a call on it failed
+  bool is_revoking = false;           // broken on purpose, to begin anew at once
   void break_for(const Status& status) {
     must_break = true;
     last_error = status.message();
@@ -208,6 +213,7 @@ class Rail {
   std::shared_ptr<Attempt> attempt_;
   std::vector<int> free_cells_;
   std::deque<Posted> posted_;
+  std::size_t num_signalled_ = 0;
   bool is_connected_ = false;
   std::uint64_t next_id_ = 1;
   std::uint64_t num_sent_counted_ = 0;

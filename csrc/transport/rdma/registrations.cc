@@ -81,10 +81,10 @@ Result<std::shared_ptr<Registered>> Registrations::acquire(const void* data, std
   };
   while (!budget_->take(bytes)) {
     if (!evict_one()) {
-      return refuse(Status::error(StatusCode::kSystem,
-                                  "more registered memory than the " +
-                                      std::to_string(budget_->bytes_max()) +
-                                      " bytes that may be locked (ulimit -l)"));
+      return refuse(
+          Status::error(StatusCode::kSystem, "more registered memory than the " +
+                                                 std::to_string(budget_->bytes_max()) +
+                                                 " bytes that may be locked (ulimit -l)"));
     }
   }
   // Watched first: what is freed between the two is seen.

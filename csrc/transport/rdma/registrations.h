@@ -103,10 +103,10 @@ class Registrations {
   platform::verbs::Domain& domain_;
   const std::shared_ptr<RegistrationBudget> budget_;
   platform::MemoryMonitor* const monitor_;
-  std::uint64_t seen_ = 0;                     // of the monitor's events
-  std::multimap<std::uintptr_t, Kept> kept_;   // by begin
-  std::list<std::uintptr_t> ages_;             // begins, the least recently used first
-  std::uint64_t bytes_longest_ = 0;            // of any kept one
+  std::uint64_t seen_ = 0;                    // of the monitor's events
+  std::multimap<std::uintptr_t, Kept> kept_;  // by begin
+  std::list<std::uintptr_t> ages_;            // begins, the least recently used first
+  std::uint64_t bytes_longest_ = 0;           // of any kept one
   RegistrationCounters counters_;
 };
 
