@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.util
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ import numpy as np
 
 from pycomm import _core
 from pycomm.errors import SystemFailureError
+from pycomm.rdma_devices import list_ports
 from pycomm.shared import shared_empty
 
 Verdict = Literal["ok", "limited", "absent"]
@@ -205,13 +205,7 @@ def _transports() -> Iterator[Finding]:
         crypto or "libcrypto proves membership; set PYCOMM_SECRET_FILE on every host",
         "apt-get install libssl3" if crypto else "",
     )
-    yield Finding(
-        "transports",
-        "RDMA",
-        "absent",
-        _rdma_text(),
-        "this version has no RDMA transport yet: hosts are joined by TCP",
-    )
+    yield from _rdma()
     yield _quic()
 
 
@@ -248,14 +242,28 @@ def _shared_tensors(seen: dict[str, Any]) -> Finding:
     )
 
 
-def _rdma_text() -> str:
-    folder = Path("/sys/class/infiniband")
-    devices = sorted(d.name for d in folder.iterdir()) if folder.is_dir() else []
-    library = ctypes.util.find_library("ibverbs")
-    return (
-        f"devices: {', '.join(devices) or 'none'}; libibverbs is "
-        f"{'here' if library else 'not installed'}"
-    )
+def _rdma() -> Iterator[Finding]:
+    ports, refusal = list_ports()
+    if not ports:
+        yield Finding("transports", "RDMA", "absent", refusal, "hosts are joined by QUIC or TCP")
+        return
+    for port in ports:
+        yield Finding(
+            "transports",
+            f"RDMA {port.device}:{port.number}",
+            "ok" if port.usable else "absent",
+            port.describe(),
+            port.reason,
+        )
+    lockable = _core.lockable_bytes()
+    if lockable < 1 << 30:
+        yield Finding(
+            "transports",
+            "memory that a NIC may use",
+            "limited",
+            f"{lockable >> 20} MiB may be locked; what does not fit is copied",
+            "ulimit -l unlimited, or memlock in /etc/security/limits.conf",
+        )
 
 
 def _devices() -> Iterator[Finding]:

@@ -42,6 +42,26 @@ py::dict resolve_settings(const std::map<std::string, std::string>& arguments) {
   return result;
 }
 
+py::dict rdma_ports() {
+  std::string refusal;
+  py::list ports;
+  for (const pycomm::RdmaPort& port :
+       pycomm::rdma_ports(pycomm::resolve_options().options.rdma, &refusal)) {
+    py::dict row;
+    row["device"] = port.device;
+    row["port"] = port.number;
+    row["usable"] = port.use.viable;
+    row["reason"] = port.use.reason;
+    row["gid_index"] = port.gid_index;
+    row["atomics"] = port.has_atomics;
+    ports.append(row);
+  }
+  py::dict result;
+  result["ports"] = ports;
+  result["refusal"] = refusal;
+  return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -49,6 +69,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("kernel_sets", &pycomm::kernel_sets);
   m.def("crypto_refusal", [] { return pycomm::crypto_viability().reason; });
   m.def("packet_crypto", &pycomm::packet_crypto);
+  m.def("rdma_ports", &rdma_ports);
+  m.def("lockable_bytes", &pycomm::lockable_bytes);
   m.def("interfaces", &pycomm::network_interfaces);
   m.def("shutdown_process", &pycomm::shutdown_process, py::call_guard<py::gil_scoped_release>());
   m.def("measure_limits", &measure_limits, py::arg("report"),

@@ -3,11 +3,13 @@
 // driver's own table and needs no symbol.
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 
+#include "platform/device_memory.h"
 #include "platform/system.h"
 #include "platform/verbs.h"
 
@@ -85,6 +87,9 @@ struct Symbols {
   decltype(&ibv_modify_qp) modify_qp;
   decltype(&ibv_destroy_qp) destroy_qp;
   decltype(&ibv_fork_init) fork_init;
+  // Null before rdma-core 34.
+  ibv_mr* (*reg_dmabuf_mr)(ibv_pd*, std::uint64_t offset, std::size_t length, std::uint64_t iova,
+                           int fd, int access);
 };
 
 struct Loaded {
@@ -98,7 +103,7 @@ struct Loaded {
       return;
     }
     const auto bind = [&](const char* name, auto* out) {
-      *out = reinterpret_cast<std::remove_pointer_t<decltype(out)> >(dlsym(library, name));
+      *out = reinterpret_cast<std::remove_pointer_t<decltype(out)>>(dlsym(library, name));
       if (*out == nullptr && missing.empty()) missing = std::string(name) + " is not in libibverbs";
     };
     bind("ibv_get_device_list", &symbols.get_device_list);
@@ -124,6 +129,8 @@ struct Loaded {
     bind("ibv_modify_qp", &symbols.modify_qp);
     bind("ibv_destroy_qp", &symbols.destroy_qp);
     bind("ibv_fork_init", &symbols.fork_init);
+    symbols.reg_dmabuf_mr = reinterpret_cast<decltype(symbols.reg_dmabuf_mr)>(
+        dlsym(library, "ibv_reg_dmabuf_mr"));
     // Pinned pages must stay the parent's after a fork. Where the kernel copies them (5.12 and
     // later), that is all; elsewhere the library takes them away from children.
     constexpr int kUnneeded = 2;
@@ -326,19 +333,35 @@ class IbDomain final : public Domain {
   const PortInfo& port() const override { return port_; }
   int fd() const override { return channel_->fd; }
 
-  Result<std::unique_ptr<Memory> > register_memory(const void* data, std::uint64_t bytes,
-                                                   unsigned access) override {
-    const unsigned flags =
-        flag_if(access & kLocalWrite, IBV_ACCESS_LOCAL_WRITE) |
-        flag_if(access & kRemoteWrite, IBV_ACCESS_REMOTE_WRITE) |
-        flag_if(access & kRemoteRead, IBV_ACCESS_REMOTE_READ) |
-        flag_if((access & kRemoteAtomic) && port_.has_atomics, IBV_ACCESS_REMOTE_ATOMIC);
-    ibv_mr* memory = ib().reg_mr(domain_, const_cast<void*>(data), bytes, static_cast<int>(flags));
+  Result<std::unique_ptr<Memory>> register_device_memory(const void* data, std::uint64_t bytes,
+                                                         unsigned access) override {
+    std::string why = "ibv_reg_dmabuf_mr is not in this libibverbs";
+    if (ib().reg_dmabuf_mr != nullptr) {
+      auto exported = export_dma_buf(data, bytes);
+      if (exported.is_ok()) {
+        ibv_mr* memory = ib().reg_dmabuf_mr(domain_, exported.value().offset, bytes,
+                                            reinterpret_cast<std::uint64_t>(data),
+                                            exported.value().fd.get(), flags_of(access));
+        if (memory != nullptr) return std::unique_ptr<Memory>(new IbMemory(memory));
+        why = refused("ibv_reg_dmabuf_mr", 0).message();
+      } else {
+        why = exported.status().message();
+      }
+    }
+    auto memory = register_memory(data, bytes, access);
+    if (memory.is_ok()) return memory;
+    return Status::error(StatusCode::kSystem,
+                         why + "; nvidia_peermem: " + memory.status().message());
+  }
+
+  Result<std::unique_ptr<Memory>> register_memory(const void* data, std::uint64_t bytes,
+                                                  unsigned access) override {
+    ibv_mr* memory = ib().reg_mr(domain_, const_cast<void*>(data), bytes, flags_of(access));
     if (memory == nullptr) return refused("ibv_reg_mr", 0);
     return std::unique_ptr<Memory>(new IbMemory(memory));
   }
 
-  Result<std::unique_ptr<Pair> > create_pair(const PairLimits& limits) override {
+  Result<std::unique_ptr<Pair>> create_pair(const PairLimits& limits) override {
     ibv_qp* pair = nullptr;
     std::uint32_t inline_bytes_max = 0;
     // What a device takes inline it does not say; it refuses what is too much.
@@ -393,6 +416,14 @@ class IbDomain final : public Domain {
   }
 
  private:
+  int flags_of(unsigned access) const {
+    return static_cast<int>(
+        flag_if(access & kLocalWrite, IBV_ACCESS_LOCAL_WRITE) |
+        flag_if(access & kRemoteWrite, IBV_ACCESS_REMOTE_WRITE) |
+        flag_if(access & kRemoteRead, IBV_ACCESS_REMOTE_READ) |
+        flag_if((access & kRemoteAtomic) && port_.has_atomics, IBV_ACCESS_REMOTE_ATOMIC));
+  }
+
   const std::shared_ptr<OpenDevice> device_;
   const PortInfo port_;
   ibv_pd* domain_ = nullptr;
@@ -406,7 +437,7 @@ class IbPort final : public Port {
   IbPort(std::shared_ptr<OpenDevice> device, PortInfo info)
       : device_(std::move(device)), info_(std::move(info)) {}
   const PortInfo& info() const override { return info_; }
-  Result<std::unique_ptr<Domain> > create_domain(int num_completions) override {
+  Result<std::unique_ptr<Domain>> create_domain(int num_completions) override {
     auto domain = std::make_unique<IbDomain>(device_, info_);
     if (Status status = domain->open(num_completions); !status.is_ok()) return status;
     return std::unique_ptr<Domain>(std::move(domain));
@@ -497,6 +528,16 @@ void describe_port(ibv_context* context, const RdmaOptions& options, PortInfo* p
   choose_pkey(context, options, attr.pkey_tbl_len, port);
 }
 
+std::string why_not_opened(const ibv_device* device) {
+  // The library tries several ways, and errno is the last one's.
+  const int error = errno;
+  const std::string node = std::string("/dev/infiniband/") + device->dev_name;
+  if (access(node.c_str(), F_OK) == 0 && access(node.c_str(), R_OK | W_OK) != 0) {
+    return "this user may not open " + node + " (Permission denied)";
+  }
+  return "it cannot be opened: " + std::string(std::strerror(error));
+}
+
 class IbLibrary final : public Library {
  public:
   std::vector<PortInfo> ports(const RdmaOptions& options, std::string* refusal) override {
@@ -515,9 +556,7 @@ class IbLibrary final : public Library {
       if (device.context == nullptr || ib().query_device(device.context, &attr) != 0) {
         PortInfo port;
         port.device = name;
-        port.use = {false, refused("opening it", 0).message() +
-                               " (/dev/infiniband/uverbs*: may "
-                               "this user open it?)"};
+        port.use = {false, why_not_opened(devices[i])};
         found.push_back(port);
         continue;
       }
@@ -535,7 +574,7 @@ class IbLibrary final : public Library {
     return found;
   }
 
-  Result<std::shared_ptr<Port> > open(const PortInfo& info) override {
+  Result<std::shared_ptr<Port>> open(const PortInfo& info) override {
     int count = 0;
     ibv_device** devices = ib().get_device_list(&count);
     auto device = std::make_shared<OpenDevice>();

@@ -117,6 +117,13 @@ class Domain {
   virtual const PortInfo& port() const = 0;
   virtual Result<std::unique_ptr<Memory>> register_memory(const void* data, std::uint64_t bytes,
                                                           unsigned access) = 0;
+  // Of a GPU: by dma-buf, or, where a kernel module teaches the NIC device addresses
+  // (nvidia_peermem), as it is. Errors: kSystem, with what both ways said.
+  virtual Result<std::unique_ptr<Memory>> register_device_memory(const void* data,
+                                                                 std::uint64_t bytes,
+                                                                 unsigned access) {
+    return register_memory(data, bytes, access);
+  }
   virtual Result<std::unique_ptr<Pair>> create_pair(const PairLimits& limits) = 0;
   // At most `count` completions; negative if the queue is lost.
   virtual int poll(Completion* out, int count) = 0;

@@ -29,6 +29,7 @@ PACKAGES = (
     "rdma-core",
     "ibverbs-providers",
     "ibverbs-utils",
+    "python3-pyverbs",
     "perftest",
 )
 

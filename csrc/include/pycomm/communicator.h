@@ -122,6 +122,20 @@ class Communicator {
   virtual std::vector<PeerStats> peer_stats() const = 0;
 };
 
+// One port of one RDMA device, as this library sees it.
+struct RdmaPort {
+  std::string device;
+  int number = 1;
+  Viability use;      // whether groups can use it, and if not, why not
+  int gid_index = 0;  // that they would use
+  bool has_atomics = false;
+};
+// All ports of the machine; none with the reason in *refusal.
+std::vector<RdmaPort> rdma_ports(const RdmaOptions& options, std::string* refusal);
+
+// Bytes that this process may lock for a NIC; UINT64_MAX: no limit.
+std::uint64_t lockable_bytes();
+
 // Says goodbye on all links of this process; later operations fail. For interpreters that end
 // without destroying their groups.
 void shutdown_process();

@@ -86,9 +86,6 @@ void RdmaLink::revoke() {
 
 Status RdmaLink::expose(std::uint64_t region, std::byte* data, std::uint64_t bytes,
                         RegionKind kind) {
-  if (kind == RegionKind::kDevice) {
-    return Status::error(StatusCode::kInvalidUsage, "device memory cannot be exposed here");
-  }
   if (reinterpret_cast<std::uintptr_t>(data) % alignof(std::uint64_t) != 0) {
     return Status::error(StatusCode::kInvalidUsage, "a region must be aligned to 8 bytes");
   }
@@ -98,8 +95,10 @@ Status RdmaLink::expose(std::uint64_t region, std::byte* data, std::uint64_t byt
   Exposed exposed{data, bytes, {}};
   for (std::size_t r = 0; r < rails_.size(); ++r) {
     if (!rails_[r]) continue;
-    auto memory = rails_[r]->registrations().acquire(
-        data, bytes, kLocalWrite | kRemoteWrite | kRemoteRead | kRemoteAtomic);
+    constexpr unsigned kAll = kLocalWrite | kRemoteWrite | kRemoteRead | kRemoteAtomic;
+    Registrations& registrations = rails_[r]->registrations();
+    auto memory = kind == RegionKind::kDevice ? registrations.acquire_device(data, bytes, kAll)
+                                              : registrations.acquire(data, bytes, kAll);
     if (!memory.is_ok()) return memory.status();
     exposed.registered[r] = std::move(memory).value();
   }

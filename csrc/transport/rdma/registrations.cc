@@ -65,6 +65,17 @@ std::shared_ptr<Registered> Registrations::find(std::uintptr_t begin, std::uintp
   return nullptr;
 }
 
+Result<std::shared_ptr<Registered>> Registrations::acquire_device(const void* data,
+                                                                  std::uint64_t bytes,
+                                                                  unsigned access) {
+  // The host's memory is not locked by it: nothing counts against the budget.
+  auto memory = domain_.register_device_memory(data, bytes, access);
+  if (!memory.is_ok()) return memory.status();
+  ++counters_.registrations;
+  return std::make_shared<Registered>(std::move(memory).value(),
+                                      reinterpret_cast<std::uintptr_t>(data), bytes, access, nullptr);
+}
+
 Result<std::shared_ptr<Registered>> Registrations::acquire(const void* data, std::uint64_t bytes,
                                                            unsigned access) {
   const auto begin = reinterpret_cast<std::uintptr_t>(data);

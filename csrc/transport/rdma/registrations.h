@@ -52,7 +52,7 @@ class Registered {
         budget_(std::move(budget)) {}
   ~Registered() {
     memory_.reset();
-    budget_->give_back(bytes_);
+    if (budget_) budget_->give_back(bytes_);
   }
   Registered(const Registered&) = delete;
   Registered& operator=(const Registered&) = delete;
@@ -87,6 +87,9 @@ class Registrations {
     while (evict_one()) {
     }
   }
+  // Memory of a GPU; never kept.
+  Result<std::shared_ptr<Registered>> acquire_device(const void* data, std::uint64_t bytes,
+                                                     unsigned access);
   const RegistrationCounters& counters() const { return counters_; }
   std::size_t num_kept() const { return kept_.size(); }
 
