@@ -1,6 +1,7 @@
 #include "communicator/rdma_door.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "base/log.h"
 #include "platform/system.h"
@@ -40,6 +41,12 @@ Status RdmaDoor::begin(std::unique_ptr<platform::ByteStream> stream,
 Status RdmaDoor::conclude(Opening& opening) {
   if (const Status& failure = opening.link->failure(); !failure.is_ok()) return failure;
   if (transport::rdma::establishment(*opening.link) == Establishment::kDone) {
+    static std::atomic<bool> said{false};
+    if (gathering_.options.tls.is_set() && !said.exchange(true)) {
+      base::log(base::LogLevel::kWarn, base::Subsystem::kNet,
+                "PYCOMM_TRANSPORT=rdma: tensors cross the fabric unencrypted, in spite of "
+                "PYCOMM_CERTS");
+    }
     return gathering_.engine.add_link(opening.process_id, std::move(opening.link));
   }
   std::string reason;
