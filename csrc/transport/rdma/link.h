@@ -4,8 +4,8 @@
 // again. Taking a grant back uses the same way: the pairs are broken, which is the one thing that
 // certainly ends a peer's access, and begun anew.
 //
-// link.cc moves messages, link_rails.cc brings rails up and down, link_memory.cc has grants and
-// regions.
+// link.cc moves messages, link_rails.cc brings rails up and down, link_stream.cc hears and says
+// what both ends know of them, link_memory.cc has grants and regions.
 #pragma once
 
 #include <map>
@@ -30,6 +30,10 @@ struct CellHeader {
 static_assert(sizeof(CellHeader) == 32);
 inline constexpr std::uint32_t kCellOverhead = sizeof(CellHeader) + sizeof(FrameHeader);
 inline constexpr std::uint64_t kCellPayloadMax = 4096;
+// For what was sent before the stream's end.
+inline constexpr base::TimeNs kAfterStreamNs = 20'000'000;
+// Why a rail broke that the other end has reset on purpose, or for a reason it keeps to itself.
+inline constexpr const char* kPeerReset = "the peer's end was reset";
 
 class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory {
  public:
@@ -93,12 +97,15 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
   void end_piece(const std::shared_ptr<Job>& job, std::uint64_t bytes);
   bool may_send_frames() const;
 
-  // --- link_rails.cc
+  // --- link_stream.cc
   bool read_control(base::TimeNs now);
   void write_control();
   void say(ControlMessage::Kind kind, std::size_t r);
   void take_control(const ControlMessage& message, base::TimeNs now);
   void take_offer(const ControlMessage& message, base::TimeNs now);
+  void lose_stream(const std::string& why, base::TimeNs now);
+
+  // --- link_rails.cc
   void run_rails(base::TimeNs now);
   void run_rail(std::size_t r, base::TimeNs now);
   void begin_rail(std::size_t r, base::TimeNs now);
@@ -110,7 +117,6 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
   void run_establishment(base::TimeNs now);
   void watch_patience(base::TimeNs now);
   base::TimeNs stall_ns() const;
-  void lose_stream(const std::string& why, base::TimeNs now);
   std::size_t num_up() const;
   std::size_t index_of(const Rail& rail) const;
   // The rail that carries cells; it stays the same as long as it is up. Null if none is.

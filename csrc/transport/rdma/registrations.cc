@@ -72,8 +72,8 @@ Result<std::shared_ptr<Registered>> Registrations::acquire_device(const void* da
   auto memory = domain_.register_device_memory(data, bytes, access);
   if (!memory.is_ok()) return memory.status();
   ++counters_.registrations;
-  return std::make_shared<Registered>(std::move(memory).value(),
-                                      reinterpret_cast<std::uintptr_t>(data), bytes, access, nullptr);
+  return std::make_shared<Registered>(
+      std::move(memory).value(), reinterpret_cast<std::uintptr_t>(data), bytes, access, nullptr);
 }
 
 Result<std::shared_ptr<Registered>> Registrations::acquire(const void* data, std::uint64_t bytes,
