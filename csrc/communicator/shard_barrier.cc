@@ -52,7 +52,7 @@ Status ShardBarrierImpl::open(std::uint64_t index) {
     } else {
       all_are_mapped_ = false;
       peer.arrivals = std::make_unique<Counter[]>(static_cast<std::size_t>(num_shards_));
-      peer.is_doubtful.assign(static_cast<std::size_t>(num_shards_), false);
+      peer.told.resize(static_cast<std::size_t>(num_shards_));
       exposed = reinterpret_cast<std::byte*>(peer.arrivals.get());
     }
     PYCOMM_RETURN_IF_ERROR(engine_->expose(*link, region_, exposed, bytes));
@@ -83,7 +83,7 @@ Status ShardBarrierImpl::attach() {
 
 // ---------------------------------------------------------------- arriving
 
-void ShardBarrierImpl::add(Peer& peer, int shard, std::uint64_t delta) {
+ShardBarrierImpl::Word& ShardBarrierImpl::begin_word(Peer& peer, int shard) {
   Word& word = words_.emplace_back();
   word.peer = &peer;
   word.shard = shard;
@@ -91,26 +91,35 @@ void ShardBarrierImpl::add(Peer& peer, int shard, std::uint64_t delta) {
                       static_cast<std::uint32_t>(shard), 0};
   word.transfer.data = reinterpret_cast<std::byte*>(&word.value);
   word.transfer.bytes = sizeof word.value;
-  peer.link->remote_memory()->fetch_add(word.transfer, region_,
-                                        static_cast<std::uint64_t>(shard) * sizeof(Counter), delta);
+  ++peer.told[static_cast<std::size_t>(shard)].num_under_way;
+  return word;
+}
+
+// Brings the peer's counter up to date. In doubt it is looked at first, once nothing else is under
+// way: it has no other writer, so what is there says all.
+void ShardBarrierImpl::tell(Peer& peer, int shard) {
+  Told& told = peer.told[static_cast<std::size_t>(shard)];
+  RemoteMemory& memory = *peer.link->remote_memory();
+  const std::uint64_t offset = static_cast<std::uint64_t>(shard) * sizeof(Counter);
+  if (told.is_doubtful) {
+    if (told.num_under_way > 0) return;
+    Word& word = begin_word(peer, shard);
+    word.is_look = true;
+    memory.read(word.transfer, region_, offset);
+  } else if (told.added < told.wanted) {
+    Word& word = begin_word(peer, shard);
+    const std::uint64_t delta = told.wanted - told.added;
+    told.added = told.wanted;
+    if (memory.can_fetch_add()) {
+      memory.fetch_add(word.transfer, region_, offset, delta);
+    } else {
+      word.value = told.wanted;
+      memory.write(word.transfer, region_, offset);
+    }
+  }
   peer.link->flush();
 }
 
-void ShardBarrierImpl::look(Peer& peer, int shard) {
-  Word& word = words_.emplace_back();
-  word.peer = &peer;
-  word.shard = shard;
-  word.is_look = true;
-  word.transfer.id = {group_->context.group, kBarrierOp + next_word_++, 0,
-                      static_cast<std::uint32_t>(shard), 1};
-  word.transfer.data = reinterpret_cast<std::byte*>(&word.value);
-  word.transfer.bytes = sizeof word.value;
-  peer.link->remote_memory()->read(word.transfer, region_,
-                                   static_cast<std::uint64_t>(shard) * sizeof(Counter));
-}
-
-// What has ended. An addition of unknown fate is looked into once no other is under way: its
-// counter has no other writer, so what is there says all.
 void ShardBarrierImpl::tend() {
   for (auto it = words_.begin(); it != words_.end();) {
     Word& word = *it;
@@ -119,26 +128,19 @@ void ShardBarrierImpl::tend() {
       continue;
     }
     Peer& peer = *word.peer;
-    const auto shard = static_cast<std::size_t>(word.shard);
-    const bool can_look = peer.link->remote_memory()->can_read() && peer.link->failure().is_ok();
+    const int shard = word.shard;
+    Told& told = peer.told[static_cast<std::size_t>(shard)];
+    --told.num_under_way;
     if (word.transfer.state == TransferState::kFailed) {
-      peer.is_doubtful[shard] = can_look;
+      // Only what may or may not have happened is looked into; a peer that is gone is gone.
+      told.is_doubtful = word.transfer.status.code() == StatusCode::kSystem &&
+                         peer.link->remote_memory()->can_read();
     } else if (word.is_look) {
-      const std::uint64_t wanted = mine_[word.shard].value.load();
-      if (word.value < wanted) add(peer, word.shard, wanted - word.value);
+      told.is_doubtful = false;
+      told.added = word.value;
     }
     it = words_.erase(it);
-  }
-  for (Peer& peer : peers_) {
-    for (std::size_t shard = 0; shard < peer.is_doubtful.size(); ++shard) {
-      if (!peer.is_doubtful[shard]) continue;
-      const bool is_busy = std::any_of(words_.begin(), words_.end(), [&](const Word& word) {
-        return word.peer == &peer && word.shard == static_cast<int>(shard);
-      });
-      if (is_busy) continue;
-      peer.is_doubtful[shard] = false;
-      look(peer, static_cast<int>(shard));
-    }
+    tell(peer, shard);
   }
 }
 
@@ -159,7 +161,9 @@ Status ShardBarrierImpl::arrive(int shard) {
   if (all_are_mapped_) return Status();
   engine_->with_lock([&] {
     for (Peer& peer : peers_) {
-      if (peer.arrivals) add(peer, shard, 1);
+      if (!peer.arrivals) continue;
+      ++peer.told[static_cast<std::size_t>(shard)].wanted;
+      tell(peer, shard);
     }
   });
   return Status();

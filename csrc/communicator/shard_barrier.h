@@ -33,14 +33,22 @@ class ShardBarrierImpl final : public ShardBarrier, private Tended {
   struct alignas(64) Counter {
     std::atomic<std::uint64_t> value{0};
   };
+  // What a peer's counter of this rank has been told, with the engine's lock.
+  struct Told {
+    std::uint64_t wanted = 0;  // arrivals of this rank
+    std::uint64_t added = 0;   // of them told, if nothing is in doubt
+    int num_under_way = 0;
+    bool is_doubtful = false;  // an addition's fate is unknown
+  };
   struct Peer {
     Rank rank = kNoRank;
     std::shared_ptr<transport::CoreLink> link;
     const Counter* theirs = nullptr;      // mapped: the peer's own arrivals
     std::unique_ptr<Counter[]> arrivals;  // else: what it adds here
-    std::vector<bool> is_doubtful;        // by shard: an addition whose fate is unknown
+    std::vector<Told> told;               // by shard
   };
-  // An addition to a peer's counters, or the look at one of unknown fate.
+  // An addition to a peer's counter (or its new value, where a NIC has no atomics), or the look at
+  // one of unknown fate.
   struct Word {
     Transfer transfer;
     std::uint64_t value = 0;
@@ -55,8 +63,8 @@ class ShardBarrierImpl final : public ShardBarrier, private Tended {
   }
   Status check(int shard) const;
   // With the engine's lock.
-  void add(Peer& peer, int shard, std::uint64_t delta);
-  void look(Peer& peer, int shard);
+  void tell(Peer& peer, int shard);
+  Word& begin_word(Peer& peer, int shard);
   // By the engine, whoever moves it: a peer may wait for an addition that this rank's caller has
   // long left behind.
   void tend() override;

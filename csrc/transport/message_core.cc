@@ -127,10 +127,17 @@ void MessageCore::send(Transfer& transfer) {
 
 void MessageCore::cancel(Transfer& transfer) {
   if (transfer.is_finished() || transfer.state == TransferState::kIdle) return;
-  posts_.erase(transfer.id);
-  fetches_.erase(transfer.id);
-  writes_.erase(transfer.id);
-  if (sends_.erase(transfer.id) > 0 && transfer.slot > 0) {
+  // A post and a send of one exchange have the same name.
+  const auto drop = [&](Map& map) {
+    const auto it = map.find(transfer.id);
+    const bool is_it = it != map.end() && it->second == &transfer;
+    if (is_it) map.erase(it);
+    return is_it;
+  };
+  drop(posts_);
+  drop(fetches_);
+  drop(writes_);
+  if (drop(sends_) && transfer.slot > 0) {
     pull_port_->revoke(static_cast<std::uint32_t>(transfer.slot - 1));
   }
   if (const auto it = unexpected_.find(transfer.id);
@@ -215,6 +222,7 @@ void MessageCore::emit(FrameKind kind, const TransferId& id, std::uint64_t argum
 }
 
 void MessageCore::emit_clear(Transfer& transfer) {
+  if ((transfer.slot & kGranted) != 0) return;  // cleared already, whatever announces it again
   if (grant_port_ != nullptr && transfer.bytes > options_.eager_bytes_max) {
     const std::uint32_t token = grant_port_->grant(transfer);
     if (token != 0) transfer.slot = kGranted | token;

@@ -12,7 +12,8 @@ using platform::real_clock;
 using platform::verbs::Completion;
 using platform::verbs::describe_status;
 
-constexpr int kCompletionsPerTurn = 64;
+// More than a rail can have.
+constexpr int kCompletionsPerTurn = 512;
 constexpr std::uint64_t kTurnsPerLook = 64;
 // A message that several rails share is cut into as many pieces, within these bounds.
 constexpr std::uint64_t kPieceBytesMin = 64 * 1024, kPieceBytesMax = 1024 * 1024;
@@ -41,6 +42,8 @@ RdmaLink::RdmaLink(std::unique_ptr<platform::ByteStream> stream, const Place& pl
   ControlMessage offer;
   offer.kind = static_cast<std::uint8_t>(ControlMessage::Kind::kOffer);
   offer.num_rails = static_cast<std::uint8_t>(std::min(place_.ports.size(), kRailsMax));
+  offer.mask = std::all_of(place_.ports.begin(), place_.ports.end(),
+                           [](const auto& port) { return port->info().has_atomics; });
   control_out_.append(reinterpret_cast<const char*>(&offer), sizeof offer);
 }
 
@@ -83,6 +86,7 @@ void RdmaLink::on_ready() {
 
 bool RdmaLink::progress() {
   if (!failure().is_ok()) return false;
+  if (establishment_ == Establishment::kRefused) return false;  // the stream is another's
   if (has_ended_) {
     const bool drops = core_.front() != nullptr;
     end_after_goodbye();
@@ -91,6 +95,7 @@ bool RdmaLink::progress() {
   const base::TimeNs now = real_clock().now_ns();
   bool moved = false;
   for (std::size_t r = 0; r < rails_.size(); ++r) moved |= poll_rail(r);
+  if (goodbye_) take_goodbye();
   // The stream says something rarely, and a look at it is a system call.
   const bool awaits_word =
       establishment_ != Establishment::kDone || stream_ended_at_ != 0 ||
@@ -133,13 +138,18 @@ bool RdmaLink::poll_rail(std::size_t r) {
         const auto at = std::find_if(posted.begin(), posted.end(), [&](const Rail::Posted& entry) {
           return entry.id == completion.id;
         });
-        if (at != posted.end() && at->job &&
-            completion.status == platform::verbs::kStatusRemoteAccess) {
-          finish_job(at->job, Status::error(StatusCode::kInvalidUsage,
+        std::shared_ptr<Job> refused;
+        if (at != posted.end() && completion.status == platform::verbs::kStatusRemoteAccess) {
+          refused = at->job;
+        }
+        break_rail(r, completion.status, describe_status(completion.status), real_clock().now_ns());
+        if (refused && refused->transfer != nullptr) {
+          // Other pieces of it may be on other rails.
+          if (rails_.size() > 1) revoke();
+          finish_job(refused, Status::error(StatusCode::kInvalidUsage,
                                             "the peer exposes no such memory: " +
                                                 describe_status(completion.status)));
         }
-        break_rail(r, completion.status, describe_status(completion.status), real_clock().now_ns());
       }
     }
     if (!failure().is_ok()) return true;
@@ -181,13 +191,12 @@ Status RdmaLink::take_cell(const std::byte* cell, std::uint32_t bytes) {
       region.grant.address = header.address;
       std::copy(std::begin(header.keys), std::end(header.keys), region.grant.keys.begin());
       constexpr std::size_t kRegionsMax = 1 << 16;
-      if (peer_regions_.size() >= kRegionsMax) return protocol_error("too many regions");
+      const bool is_new = !peer_regions_.contains(frame.signature);
+      if (is_new && peer_regions_.size() >= kRegionsMax) return protocol_error("too many regions");
       peer_regions_[frame.signature] = region;
       return Status();
     }
-    case CellHeader::Kind::kRegionGone:
-      peer_regions_[frame.signature] = PeerRegion();
-      return Status();
+    case CellHeader::Kind::kRegionGone: forget_region(frame.signature); return Status();
     case CellHeader::Kind::kFrame: break;
     default: return protocol_error("cell kind " + std::to_string(header.kind));
   }
@@ -199,12 +208,47 @@ Status RdmaLink::take_cell(const std::byte* cell, std::uint32_t bytes) {
     grant.address = header.address;
     std::copy(std::begin(header.keys), std::end(header.keys), grant.keys.begin());
   }
+  if (frame.kind == static_cast<std::uint8_t>(FrameKind::kGoodbye)) {
+    goodbye_ = frame;
+    return Status();
+  }
   PYCOMM_RETURN_IF_ERROR(core_.begin(frame, grant));
   if (std::byte* target = core_.payload_target(); target != nullptr && frame.payload_bytes > 0) {
     std::memcpy(target, cell + kCellOverhead, frame.payload_bytes);
     core_.counters().bytes_staged += frame.payload_bytes;
   }
   return core_.end();
+}
+
+// All that the peer ever sent had been acknowledged when it said so; what came over other rails is
+// taken in first.
+void RdmaLink::take_goodbye() {
+  const FrameHeader frame = *std::exchange(goodbye_, std::nullopt);
+  for (bool moved = true; moved && failure().is_ok();) {
+    moved = false;
+    for (std::size_t r = 0; r < rails_.size(); ++r) moved |= poll_rail(r);
+  }
+  // What it takes no more is nobody's to read or write any longer.
+  const bool is_under_way = std::any_of(jobs_.begin(), jobs_.end(), [](const auto& job) {
+    return job.second->bytes_under_way > 0;
+  });
+  if (is_under_way) revoke();
+  end_jobs(Status::error(StatusCode::kPeerLost, "the peer has left the group"));
+  Status status = core_.begin(frame);
+  if (status.is_ok()) status = core_.end();
+  if (!status.is_ok()) fail(status);
+}
+
+// Those of granted memory are ended by the core, which knows them too.
+void RdmaLink::end_jobs(const Status& status) {
+  for (const auto& [transfer, job] : std::exchange(jobs_, {})) {
+    job->transfer = nullptr;
+    if (job->kind == Job::Kind::kGranted) continue;
+    transfer->state = TransferState::kFailed;
+    transfer->status = status;
+  }
+  writes_.clear();
+  region_jobs_.clear();
 }
 
 // The NIC has put a piece of a granted message where it belongs.
@@ -314,7 +358,7 @@ bool RdmaLink::transmit_frames(Rail& rail) {
     const MessageCore::OutFrame& frame = *core_.front();
     const bool is_goodbye = frame.header.kind == static_cast<std::uint8_t>(FrameKind::kGoodbye);
     if (is_goodbye) {
-      const bool is_last = writes_.empty() && !core_.has_write_due() &&
+      const bool is_last = writes_.empty() && !core_.has_write_due() && !has_region_work() &&
                            std::none_of(jobs_.begin(), jobs_.end(), [](const auto& job) {
                              return job.second->bytes_under_way > 0;
                            });
@@ -461,20 +505,13 @@ void RdmaLink::fail(const Status& status) {
     if (rail) rail->state = Rail::State::kBroken;
   }
   core_.fail(status);
-  const auto jobs = std::exchange(jobs_, {});
-  for (const auto& [transfer, job] : jobs) {
-    job->transfer = nullptr;
-    if (job->kind == Job::Kind::kGranted) continue;  // the core's
-    transfer->state = TransferState::kFailed;
-    transfer->status = status;
-  }
-  writes_.clear();
-  region_jobs_.clear();
+  end_jobs(status);
   again_.clear();
 }
 
 bool RdmaLink::is_flushed() const {
   return core_.is_idle() && writes_.empty() && again_.empty() && region_words_.empty() &&
+         !has_region_work() &&
          control_out_.empty() && !is_goodbye_under_way_;
 }
 

@@ -85,6 +85,8 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
   Status take_message(Rail& rail, const platform::verbs::Completion& completion);
   Status take_cell(const std::byte* cell, std::uint32_t bytes);
   void take_written(std::uint32_t token, std::uint32_t bytes);
+  void take_goodbye();
+  void end_jobs(const Status& status);
   void on_sent(Rail& rail, const Rail::Posted& entry);
   bool transmit();
   bool transmit_again(Rail& rail);
@@ -144,6 +146,8 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
   void start_region_job(Job::Kind kind, Transfer& transfer, std::uint64_t region,
                         std::uint64_t offset, std::uint64_t add);
   bool resolve(RegionJob& waiting);
+  void forget_region(std::uint64_t region);
+  bool has_region_work() const;
 
   std::unique_ptr<platform::ByteStream> stream_;
   const Place place_;
@@ -172,13 +176,15 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
   std::deque<std::shared_ptr<Job>> writes_;  // of granted memory, with pieces to post
   std::deque<RegionJob> region_jobs_;        // in order, with pieces to post
   bool is_goodbye_under_way_ = false;
+  std::optional<FrameHeader> goodbye_;        // the peer's, until everything else is in
 
   std::uint32_t next_token_ = 1;
   std::unordered_map<std::uint32_t, Granted> grants_;
   std::deque<std::uint32_t> gone_;  // the peer's, taken back lately
   std::map<std::uint64_t, Exposed> exposed_;
   std::deque<std::uint64_t> region_words_;  // regions whose state the peer is to be told
-  std::map<std::uint64_t, PeerRegion> peer_regions_;
+  std::map<std::uint64_t, PeerRegion> peer_regions_;  // of no bytes: withdrawn lately
+  std::deque<std::uint64_t> gone_regions_;
   bool has_atomics_ = true;
   std::uint64_t num_atomics_ = 0, num_again_ = 0;
 };

@@ -98,7 +98,7 @@ Status RdmaLink::expose(std::uint64_t region, std::byte* data, std::uint64_t byt
     constexpr unsigned kAll = kLocalWrite | kRemoteWrite | kRemoteRead | kRemoteAtomic;
     Registrations& registrations = rails_[r]->registrations();
     auto memory = kind == RegionKind::kDevice ? registrations.acquire_device(data, bytes, kAll)
-                                              : registrations.acquire(data, bytes, kAll);
+                                              : registrations.acquire_apart(data, bytes, kAll);
     if (!memory.is_ok()) return memory.status();
     exposed.registered[r] = std::move(memory).value();
   }
@@ -108,12 +108,8 @@ Status RdmaLink::expose(std::uint64_t region, std::byte* data, std::uint64_t byt
 }
 
 void RdmaLink::withdraw(std::uint64_t region) {
-  if (exposed_.erase(region) == 0) return;
-  region_words_.push_back(region);
-  // A key that is kept for the next use is still a key.
-  for (const auto& rail : rails_) {
-    if (rail) rail->registrations().forget_unused();
-  }
+  // Its registrations are nobody else's: the key ends here.
+  if (exposed_.erase(region) > 0) region_words_.push_back(region);
 }
 
 void RdmaLink::read(Transfer& transfer, std::uint64_t region, std::uint64_t offset) {
@@ -142,6 +138,9 @@ void RdmaLink::start_region_job(Job::Kind kind, Transfer& transfer, std::uint64_
   if (peer_departed()) {
     return end(Status::error(StatusCode::kPeerLost, "the peer has left the group"));
   }
+  if (kind == Job::Kind::kFetchAdd && !has_atomics_) {
+    return end(Status::error(StatusCode::kInvalidUsage, "one of the two NICs has no atomics"));
+  }
   if (transfer.bytes == 0) return end(Status());
   auto job = std::make_shared<Job>();
   job->kind = kind;
@@ -149,6 +148,25 @@ void RdmaLink::start_region_job(Job::Kind kind, Transfer& transfer, std::uint64_
   job->add = add;
   jobs_[&transfer] = job;
   region_jobs_.push_back({region, offset, std::move(job), false});
+}
+
+// It is remembered for a while, so that what comes too late fails instead of waiting.
+void RdmaLink::forget_region(std::uint64_t region) {
+  constexpr std::size_t kGoneMax = 1024;
+  peer_regions_[region] = PeerRegion();
+  gone_regions_.push_back(region);
+  if (gone_regions_.size() <= kGoneMax) return;
+  const auto it = peer_regions_.find(gone_regions_.front());
+  gone_regions_.pop_front();
+  if (it != peer_regions_.end() && it->second.bytes == 0) peer_regions_.erase(it);
+}
+
+// What waits for a region that nobody has shown does not count: it may never come.
+bool RdmaLink::has_region_work() const {
+  return std::any_of(region_jobs_.begin(), region_jobs_.end(), [&](const RegionJob& waiting) {
+    return waiting.job->has_piece() &&
+           (waiting.is_resolved || peer_regions_.contains(waiting.region));
+  });
 }
 
 // Whether the region is known by now; what does not fit into it fails.

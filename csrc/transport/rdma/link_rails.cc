@@ -29,6 +29,11 @@ void RdmaLink::begin_rail(std::size_t r, TimeNs now) {
     rail.end();
     ++rail.num_failures;
     rail.retry_at = now + (kRetryFirstNs << std::min(rail.num_failures, kRetryDoublingsMax));
+    // This life is over before it began; the peer's word ends it.
+    rail.state = State::kBroken;
+    rail.sent_down = true;
+    rail.heard_down = false;
+    rail.settle_by = base::kNever;
     return say(Kind::kDown, r);
   }
   rail.state = State::kOffered;
@@ -61,7 +66,9 @@ void RdmaLink::end_connecting(std::size_t r, TimeNs now) {
 void RdmaLink::run_rails(TimeNs now) {
   const bool is_between = sent_verdict_ && establishment_ == Establishment::kUnderWay;
   for (std::size_t r = 0; r < rails_.size() && !is_between; ++r) {
-    if (rails_[r] && failure().is_ok() && !has_ended_) run_rail(r, now);
+    if (!rails_[r] || !failure().is_ok() || has_ended_) continue;
+    rails_[r]->registrations().heed_others();
+    run_rail(r, now);
   }
   if (!drain_failure_.is_ok()) fail(drain_failure_);
   if (!failure().is_ok() || has_ended_) return;
@@ -310,6 +317,7 @@ std::string RdmaLink::describe_rails() const {
 }
 
 base::TimeNs RdmaLink::next_deadline() const {
+  if (has_ended()) return base::kNever;
   if (stream_ended_at_ != 0) return stream_ended_at_ + kAfterStreamNs;
   TimeNs at = base::kNever;
   const auto sooner = [&](TimeNs then) { at = std::min(at, then); };
@@ -317,7 +325,9 @@ base::TimeNs RdmaLink::next_deadline() const {
     if (!rail) continue;
     if (rail->state == State::kIdle && !peer_departed()) sooner(rail->retry_at);
     sooner(rail->settle_by);
-    if (rail->num_signalled() > 0) sooner(rail->moved_at + stall_ns());
+    if (rail->state == State::kUp && rail->num_signalled() > 0) {
+      sooner(rail->moved_at + stall_ns());
+    }
   }
   if (without_rail_since_ != 0) sooner(without_rail_since_ + options_.patience_ns);
   const bool is_connecting = std::any_of(rails_.begin(), rails_.end(), [](const auto& rail) {
@@ -325,7 +335,8 @@ base::TimeNs RdmaLink::next_deadline() const {
   });
   if (is_connecting) sooner(platform::real_clock().now_ns() + 10 * kBlockedNs);
   // Credits come by a write that completes nothing here; without an event all is looked at anew.
-  const bool is_blocked = !again_.empty() || !core_.is_idle() || !writes_.empty();
+  const bool is_blocked = !again_.empty() || !core_.is_idle() || !writes_.empty() ||
+                          !region_words_.empty() || has_region_work();
   if (is_blocked || !control_out_.empty() || !is_armed_) {
     sooner(platform::real_clock().now_ns() + kBlockedNs);
   }

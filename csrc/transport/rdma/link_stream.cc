@@ -56,6 +56,8 @@ bool RdmaLink::read_control(TimeNs now) {
     } else {
       take_control(message, now);
     }
+    // Both verdicts are known: what follows may be of something else.
+    if (sent_verdict_ && theirs_up_ >= 0 && establishment_ == Establishment::kUnderWay) return true;
   }
   return moved;
 }
@@ -67,6 +69,10 @@ void RdmaLink::lose_stream(const std::string& why, TimeNs now) {
 }
 
 void RdmaLink::write_control() {
+  constexpr std::size_t kWaitingMax = 256 * 1024;
+  if (control_out_.size() > kWaitingMax) {
+    return fail(Status::error(StatusCode::kPeerLost, "it does not read what it is told"));
+  }
   while (!control_out_.empty() && stream_ended_at_ == 0) {
     const iovec vector{control_out_.data(), control_out_.size()};
     const auto result = stream_->write_vectors(&vector, 1);
@@ -120,7 +126,7 @@ void RdmaLink::take_control(const ControlMessage& message, TimeNs now) {
   const std::size_t r = message.rail;
   Rail* rail = rails_[r].get();
   if (rail == nullptr) {
-    if (kind != Kind::kUp) return;
+    if (kind != Kind::kUp && kind != Kind::kDown) return;
     ControlMessage refusal;
     refusal.kind = static_cast<std::uint8_t>(Kind::kDown);
     refusal.rail = message.rail;
@@ -171,6 +177,7 @@ void RdmaLink::take_offer(const ControlMessage& message, TimeNs now) {
   opened_at_ = now;
   const std::size_t mine = std::min(place_.ports.size(), kRailsMax);
   const std::size_t theirs = message.num_rails;
+  has_atomics_ = message.mask != 0;
   if (mine == 0 || theirs == 0) {
     refusal_ = mine == 0 ? "no RDMA device here" : "no RDMA device there";
     return;

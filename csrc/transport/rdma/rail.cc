@@ -269,8 +269,7 @@ void Rail::give_credits_back() {
   request.local_key = block_memory_->local_key();
   request.remote_key = their_credit_key;
   request.remote_address = their_credit_address;
-  // A failure shows at the next send, or as a completion.
-  static_cast<void>(post(request, Posted{}));
+  if (const Status status = post(request, Posted{}); !status.is_ok()) break_for(status);
 }
 
 void Rail::release(const Posted& entry) {

@@ -76,46 +76,57 @@ Result<std::shared_ptr<Registered>> Registrations::acquire_device(const void* da
       std::move(memory).value(), reinterpret_cast<std::uintptr_t>(data), bytes, access, nullptr);
 }
 
-Result<std::shared_ptr<Registered>> Registrations::acquire(const void* data, std::uint64_t bytes,
-                                                           unsigned access) {
-  const auto begin = reinterpret_cast<std::uintptr_t>(data);
-  if (monitor_ != nullptr) {
-    drop_freed();
-    if (auto found = find(begin, begin + bytes, access)) {
-      ++counters_.cache_hits;
-      return found;
-    }
-  }
+Result<std::shared_ptr<Registered>> Registrations::make(const void* data, std::uint64_t bytes,
+                                                        unsigned access) {
   const auto refuse = [&](Status status) -> Result<std::shared_ptr<Registered>> {
     ++counters_.refusals;
     return status;
   };
   while (!budget_->take(bytes)) {
-    if (!evict_one()) {
-      return refuse(
-          Status::error(StatusCode::kSystem, "more registered memory than the " +
-                                                 std::to_string(budget_->bytes_max()) +
-                                                 " bytes that may be locked (ulimit -l)"));
-    }
+    if (evict_one()) continue;
+    budget_->want();
+    return refuse(Status::error(StatusCode::kSystem,
+                                "more registered memory than the " +
+                                    std::to_string(budget_->bytes_max()) +
+                                    " bytes that may be locked (ulimit -l)"));
   }
-  // Watched first: what is freed between the two is seen.
-  const bool is_watched = monitor_ != nullptr && monitor_->watch(data, bytes);
   auto memory = domain_.register_memory(data, bytes, access);
   while (!memory.is_ok() && evict_one()) memory = domain_.register_memory(data, bytes, access);
   if (!memory.is_ok()) {
     budget_->give_back(bytes);
+    budget_->want();
     return refuse(memory.status());
   }
   ++counters_.registrations;
-  auto registered =
-      std::make_shared<Registered>(std::move(memory).value(), begin, bytes, access, budget_);
-  if (is_watched) {
-    if (kept_.size() >= kKeptMax) evict_one();
-    bytes_longest_ = std::max(bytes_longest_, bytes);
-    ages_.push_back(begin);
-    kept_.emplace(begin, Kept{registered, std::prev(ages_.end())});
+  return std::make_shared<Registered>(std::move(memory).value(),
+                                      reinterpret_cast<std::uintptr_t>(data), bytes, access,
+                                      budget_);
+}
+
+Result<std::shared_ptr<Registered>> Registrations::acquire_apart(const void* data,
+                                                                 std::uint64_t bytes,
+                                                                 unsigned access) {
+  return make(data, bytes, access);
+}
+
+Result<std::shared_ptr<Registered>> Registrations::acquire(const void* data, std::uint64_t bytes,
+                                                           unsigned access) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(data);
+  if (monitor_ == nullptr) return make(data, bytes, access);
+  drop_freed();
+  if (auto found = find(begin, begin + bytes, access)) {
+    ++counters_.cache_hits;
+    return found;
   }
-  return registered;
+  // Watched first: what is freed between the two is seen.
+  const bool is_watched = monitor_->watch(data, bytes);
+  auto made = make(data, bytes, access);
+  if (!made.is_ok() || !is_watched) return made;
+  if (kept_.size() >= kKeptMax) evict_one();
+  bytes_longest_ = std::max(bytes_longest_, bytes);
+  ages_.push_back(begin);
+  kept_.emplace(begin, Kept{made.value(), std::prev(ages_.end())});
+  return made;
 }
 
 }  // namespace pycomm::transport::rdma

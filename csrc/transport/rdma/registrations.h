@@ -26,12 +26,16 @@ class RegistrationBudget {
     return true;
   }
   void give_back(std::uint64_t bytes) { held_.fetch_sub(bytes); }
+  // Asks all domains to let go of what they keep: it may be there at the next try.
+  void want() { num_wants_.fetch_add(1); }
+  std::uint64_t num_wants() const { return num_wants_.load(std::memory_order_relaxed); }
   std::uint64_t bytes_max() const { return bytes_max_; }
   std::uint64_t held() const { return held_.load(); }
 
  private:
   const std::uint64_t bytes_max_;
   std::atomic<std::uint64_t> held_{0};
+  std::atomic<std::uint64_t> num_wants_{0};
 };
 
 struct RegistrationCounters {
@@ -82,8 +86,13 @@ class Registrations {
   // the NIC's limits): the caller then copies.
   Result<std::shared_ptr<Registered>> acquire(const void* data, std::uint64_t bytes,
                                               unsigned access);
-  // Whatever nobody uses now can no longer be reached.
-  void forget_unused() {
+  // A registration that nobody else is handed, and that ends with its last use.
+  Result<std::shared_ptr<Registered>> acquire_apart(const void* data, std::uint64_t bytes,
+                                                    unsigned access);
+  // Lets go of what nobody uses, if another domain of this process is short of memory.
+  void heed_others() {
+    if (wants_seen_ == budget_->num_wants()) return;
+    wants_seen_ = budget_->num_wants();
     while (evict_one()) {
     }
   }
@@ -101,6 +110,7 @@ class Registrations {
   void drop_freed();
   void drop(std::multimap<std::uintptr_t, Kept>::iterator it);
   bool evict_one();
+  Result<std::shared_ptr<Registered>> make(const void* data, std::uint64_t bytes, unsigned access);
   std::shared_ptr<Registered> find(std::uintptr_t begin, std::uintptr_t end, unsigned access);
 
   platform::verbs::Domain& domain_;
@@ -109,6 +119,7 @@ class Registrations {
   std::uint64_t seen_ = 0;                    // of the monitor's events
   std::multimap<std::uintptr_t, Kept> kept_;  // by begin
   std::list<std::uintptr_t> ages_;            // begins, the least recently used first
+  std::uint64_t wants_seen_ = 0;
   std::uint64_t bytes_longest_ = 0;           // of any kept one
   RegistrationCounters counters_;
 };
