@@ -239,6 +239,64 @@ TEST_P(Contract, CancelledTransfersTouchNothingAfterwards) {
   EXPECT_EQ(source, target);
 }
 
+// In an exchange a post and a send have the same name on each side: cancelling one leaves the
+// other.
+TEST_P(Contract, APostAndASendOfOneNameAreTwoThings) {
+  std::uint64_t op = 0;
+  for (const std::uint64_t bytes : {64u, 100'000u}) {
+    for (const bool cancels_post : {true, false}) {
+      ++op;
+      auto from_a = pattern(bytes, op), from_b = pattern(bytes, op + 7);
+      std::vector<std::byte> at_a(bytes), at_b(bytes);
+      Transfer send_a = make_transfer(op, 0, from_a), post_a = make_transfer(op, 0, at_a);
+      Transfer send_b = make_transfer(op, 0, from_b), post_b = make_transfer(op, 0, at_b);
+      pair_.a->post(post_a);
+      pair_.a->send(send_a);
+      pair_.a->cancel(cancels_post ? post_a : send_a);
+      pump_a_while(20);
+      pair_.b->post(post_b);
+      pair_.b->send(send_b);
+      Transfer& kept = cancels_post ? post_b : post_a;
+      ASSERT_TRUE(pump_until([&] { return kept.is_finished(); })) << bytes << cancels_post;
+      ASSERT_EQ(kept.state, TransferState::kDone) << kept.status.to_string();
+      EXPECT_EQ(cancels_post ? at_b : at_a, cancels_post ? from_a : from_b);
+      for (Transfer* t : {&send_a, &post_a}) pair_.a->cancel(*t);
+      for (Transfer* t : {&send_b, &post_b}) pair_.b->cancel(*t);
+      pair_.a->retire(99, op + 1);
+      pair_.b->retire(99, op + 1);
+    }
+  }
+}
+
+// Whatever was done when one side left is there for the other, which is slow to look.
+TEST_P(Contract, AGoodbyeOvertakesNothing) {
+  for (std::uint64_t seed = 1; seed <= 10; ++seed) {
+    LinkPair pair = GetParam().make();
+    auto source = pattern(1'500'000, seed);
+    std::vector<std::byte> target(source.size());
+    Transfer send = make_transfer(1, 0, source), recv = make_transfer(1, 0, target);
+    pair.b->post(recv);
+    for (int i = 0; i < 40; ++i) pair.pump();
+    pair.a->send(send);
+    int turns = 0;
+    // The receiver sleeps where its transport lets the bytes come all the same.
+    const bool alone = std::string(GetParam().name).starts_with("rdma");
+    while (!send.is_finished() && ++turns < 200'000) {
+      if (alone) {
+        pair.a->progress();
+      } else {
+        pair.pump();
+      }
+    }
+    ASSERT_EQ(send.state, TransferState::kDone) << send.status.to_string();
+    pair.a->close();
+    for (int i = 0; i < 50 && alone; ++i) pair.a->progress();
+    for (int i = 0; i < 200'000 && !recv.is_finished(); ++i) pair.pump();
+    ASSERT_EQ(recv.state, TransferState::kDone) << recv.status.to_string();
+    EXPECT_EQ(source, target);
+  }
+}
+
 // Half of a large message is on its way when the sender withdraws: the stream stays in step.
 TEST_P(Contract, CancellingInMidFlightLeavesTheLinkInStep) {
   base::Rng rng(17);

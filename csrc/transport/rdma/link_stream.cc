@@ -56,8 +56,9 @@ bool RdmaLink::read_control(TimeNs now) {
     } else {
       take_control(message, now);
     }
-    // Both verdicts are known: what follows may be of something else.
-    if (sent_verdict_ && theirs_up_ >= 0 && establishment_ == Establishment::kUnderWay) return true;
+    // It is decided: what follows may be of something else.
+    const bool is_decided = has_offer_ && (rails_.empty() || (sent_verdict_ && theirs_up_ >= 0));
+    if (is_decided && establishment_ == Establishment::kUnderWay) return true;
   }
   return moved;
 }
