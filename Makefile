@@ -29,7 +29,7 @@ test-all: ## The tests, 10,000 simulations, sanitizers, fuzzers, CUDA and aarch6
 
 prove: ## Five claims of the transport contract, one line each.
 	@bash .ci/setup.sh test-all
-	@bash .ci/stages.sh prove
+	@bash .ci/stages.sh prove prove-verbs
 
 test-rdma: ## RDMA on the kernel's driver, in a virtual machine that it boots; about 3 minutes.
 	@bash .ci/setup.sh test
