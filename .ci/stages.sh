@@ -42,7 +42,7 @@ rdma_tests() {
     return 0
   fi
   build release || return 1
-  python tests/softroce/vm.py run --links 2 --timeout 400 -- env PYTHONDONTWRITEBYTECODE=1 TMPDIR=/tmp \
+  python tests/softroce/vm.py run --links 2 --timeout 600 -- env PYTHONDONTWRITEBYTECODE=1 TMPDIR=/tmp \
     "$bin/python" -m pytest tests/rdma -p no:cacheprovider
 }
 
@@ -136,7 +136,7 @@ prove_verbs() {
   fi
 }
 
-declare -A budget=([core-tests]=600 [python-tests]=700 [train-tests]=800 [host-tests]=300 [rdma-tests]=480 [soak]=3600 [simulate]=200 [large-messages]=300 [sanitize]=700 [fuzz]=200 [cuda]=200 [aarch64]=300 [install-check]=240 [prove]=300 [prove-verbs]=200)
+declare -A budget=([core-tests]=600 [python-tests]=700 [train-tests]=800 [host-tests]=300 [rdma-tests]=800 [soak]=3600 [simulate]=200 [large-messages]=300 [sanitize]=700 [fuzz]=200 [cuda]=200 [aarch64]=300 [install-check]=240 [prove]=300 [prove-verbs]=200)
 mkdir -p build
 status=0
 for stage in "$@"; do

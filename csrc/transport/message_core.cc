@@ -9,7 +9,9 @@
 namespace pycomm::transport {
 namespace {
 
-constexpr std::uint64_t kGranted = std::uint64_t{1} << 32;  // in Transfer::slot, above the token
+// In Transfer::slot; above a token, and above a key of an announcement, which is one more than 32
+// bits hold.
+constexpr std::uint64_t kGranted = std::uint64_t{1} << 40;
 
 }  // namespace
 
