@@ -4,8 +4,8 @@
 // again. Taking a grant back uses the same way: the pairs are broken, which is the one thing that
 // certainly ends a peer's access, and begun anew.
 //
-// link.cc moves messages, link_rails.cc brings rails up and down, link_stream.cc hears and says
-// what both ends know of them, link_memory.cc has grants and regions.
+// link.cc sends, link_receive.cc receives, link_rails.cc brings rails up and down, link_stream.cc
+// hears and says what both ends know of them, link_memory.cc has grants and regions.
 #pragma once
 
 #include <map>
@@ -176,13 +176,13 @@ class RdmaLink final : public CoreLink, private GrantPort, private RemoteMemory 
   std::deque<std::shared_ptr<Job>> writes_;  // of granted memory, with pieces to post
   std::deque<RegionJob> region_jobs_;        // in order, with pieces to post
   bool is_goodbye_under_way_ = false;
-  std::optional<FrameHeader> goodbye_;        // the peer's, until everything else is in
+  std::optional<FrameHeader> goodbye_;  // the peer's, until everything else is in
 
   std::uint32_t next_token_ = 1;
   std::unordered_map<std::uint32_t, Granted> grants_;
   std::deque<std::uint32_t> gone_;  // the peer's, taken back lately
   std::map<std::uint64_t, Exposed> exposed_;
-  std::deque<std::uint64_t> region_words_;  // regions whose state the peer is to be told
+  std::deque<std::uint64_t> region_words_;            // regions whose state the peer is to be told
   std::map<std::uint64_t, PeerRegion> peer_regions_;  // of no bytes: withdrawn lately
   std::deque<std::uint64_t> gone_regions_;
   bool has_atomics_ = true;

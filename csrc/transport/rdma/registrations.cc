@@ -85,10 +85,9 @@ Result<std::shared_ptr<Registered>> Registrations::make(const void* data, std::u
   while (!budget_->take(bytes)) {
     if (evict_one()) continue;
     budget_->want();
-    return refuse(Status::error(StatusCode::kSystem,
-                                "more registered memory than the " +
-                                    std::to_string(budget_->bytes_max()) +
-                                    " bytes that may be locked (ulimit -l)"));
+    return refuse(Status::error(StatusCode::kSystem, "more registered memory than the " +
+                                                         std::to_string(budget_->bytes_max()) +
+                                                         " bytes that may be locked (ulimit -l)"));
   }
   auto memory = domain_.register_memory(data, bytes, access);
   while (!memory.is_ok() && evict_one()) memory = domain_.register_memory(data, bytes, access);
@@ -98,9 +97,8 @@ Result<std::shared_ptr<Registered>> Registrations::make(const void* data, std::u
     return refuse(memory.status());
   }
   ++counters_.registrations;
-  return std::make_shared<Registered>(std::move(memory).value(),
-                                      reinterpret_cast<std::uintptr_t>(data), bytes, access,
-                                      budget_);
+  return std::make_shared<Registered>(
+      std::move(memory).value(), reinterpret_cast<std::uintptr_t>(data), bytes, access, budget_);
 }
 
 Result<std::shared_ptr<Registered>> Registrations::acquire_apart(const void* data,

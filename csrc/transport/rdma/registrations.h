@@ -120,7 +120,7 @@ class Registrations {
   std::multimap<std::uintptr_t, Kept> kept_;  // by begin
   std::list<std::uintptr_t> ages_;            // begins, the least recently used first
   std::uint64_t wants_seen_ = 0;
-  std::uint64_t bytes_longest_ = 0;           // of any kept one
+  std::uint64_t bytes_longest_ = 0;  // of any kept one
   RegistrationCounters counters_;
 };
 
