@@ -55,9 +55,12 @@ soak() {
 
 sanitize() {
   local kind
+  # What runs in one thread has no races to find.
+  local single='^(decoders|kernels|local|message_core|quic_paths|quic_protection|quic_session|rdma_refusals|schedule|simulation|tuner)_test$'
   for kind in address thread; do
     build "$kind" -DPYCOMM_SANITIZE=$kind &&
-      ctest --test-dir "build/$kind" --output-on-failure --no-tests=error || return 1
+      ctest --test-dir "build/$kind" --output-on-failure --no-tests=error \
+        -E "$([ $kind = thread ] && echo "$single" || echo '^$')" || return 1
   done
 }
 

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "base/rng.h"
@@ -16,7 +18,10 @@ inline constexpr Signature kSignature =
 inline std::vector<std::byte> pattern(std::uint64_t bytes, std::uint64_t seed) {
   base::Rng rng(seed);
   std::vector<std::byte> data(bytes);
-  for (auto& b : data) b = static_cast<std::byte>(rng.next());
+  for (std::uint64_t at = 0; at < bytes; at += sizeof(std::uint64_t)) {
+    const std::uint64_t word = rng.next();
+    std::memcpy(data.data() + at, &word, std::min<std::uint64_t>(sizeof word, bytes - at));
+  }
   return data;
 }
 
