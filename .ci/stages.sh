@@ -139,7 +139,7 @@ prove_verbs() {
   fi
 }
 
-declare -A budget=([core-tests]=600 [python-tests]=700 [train-tests]=800 [host-tests]=300 [rdma-tests]=800 [soak]=3600 [simulate]=200 [large-messages]=300 [sanitize]=700 [fuzz]=200 [cuda]=200 [aarch64]=300 [install-check]=240 [prove]=300 [prove-verbs]=200)
+declare -A budget=([core-tests]=600 [python-tests]=700 [train-tests]=800 [host-tests]=300 [rdma-tests]=800 [soak]=3600 [simulate]=200 [large-messages]=300 [sanitize]=900 [fuzz]=200 [cuda]=200 [aarch64]=300 [install-check]=240 [prove]=300 [prove-verbs]=200)
 mkdir -p build
 status=0
 for stage in "$@"; do

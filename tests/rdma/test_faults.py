@@ -135,7 +135,8 @@ def test_without_a_second_link_a_clear_error_and_tcp_when_the_group_is_rebuilt(
     assert time.monotonic() - start < 30
     for rank, (text, at_fault, transport) in results.items():
         assert at_fault == 1 - rank and transport == "tcp"
-        assert "rxe" in text and "IBV_WC_" in text, text
+        # The driver's word, or, where it repeats for ever and gives none, what was seen instead.
+        assert "rxe" in text and ("IBV_WC_" in text or "nothing was acknowledged" in text), text
 
 
 @pytest.mark.parametrize("fault", ["loss 2%", "delay 20ms"])
