@@ -56,7 +56,7 @@ soak() {
 sanitize() {
   local kind
   # What runs in one thread has no races to find.
-  local single='^(decoders|kernels|local|message_core|quic_paths|quic_protection|quic_session|rdma_refusals|schedule|simulation|tuner)_test$'
+  local single='^(decoders|kernels|local|message_core|quic_paths|quic_protection|quic_session|schedule|simulation|tuner)_test$'
   for kind in address thread; do
     build "$kind" -DPYCOMM_SANITIZE=$kind &&
       ctest --test-dir "build/$kind" --output-on-failure --no-tests=error \

@@ -87,7 +87,9 @@ void RdmaLink::run_rail(std::size_t r, TimeNs now) {
   if (rail.num_signalled() == 0) rail.moved_at = now;
   if (rail.state == State::kUp && now - rail.moved_at > stall_ns()) {
     break_rail(r, platform::verbs::kStatusRetryExceeded,
-               "nothing was acknowledged for " + std::to_string(stall_ns() / 1'000'000'000) + " s",
+               "nothing was acknowledged for " + std::to_string(stall_ns() / 1'000'000'000) +
+                   " s; broken off, it ends in " +
+                   platform::verbs::describe_status(platform::verbs::kStatusFlushed),
                now);
   }
   switch (rail.state) {
