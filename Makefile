@@ -18,7 +18,7 @@ install: ## A virtual environment with torch, and pycomm built into it.
 demo: install ## Train a small GPT on real text over pycomm; curve in demo/curve.png.
 	@$(BIN)/pycomm demo --out demo $(ARGS)
 
-test: ## The tests: about 12 minutes, no root, no VM.
+test: ## The tests: about 15 minutes, no root, no VM.
 	@bash .ci/setup.sh test
 	@bash .ci/stages.sh core-tests python-tests host-tests train-tests
 

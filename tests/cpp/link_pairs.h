@@ -61,13 +61,18 @@ inline LinkPair make_shm_pair(bool allow_pull) {
   return pair;
 }
 
-inline LinkPair make_tcp_pair() {
+inline std::pair<platform::UniqueFd, platform::UniqueFd> connected_sockets() {
   auto listener = platform::listen_tcp("127.0.0.1", 0, 0).value();
   const auto deadline = platform::real_clock().now_ns() + base::ms_to_ns(10'000);
   auto client = platform::connect_tcp("127.0.0.1", listener.port, deadline).value();
   platform::UniqueFd server;
   while (!(server = platform::accept_one(listener.fd.get()))) platform::yield_thread();
   if (!platform::configure_stream(server.get()).is_ok()) std::abort();
+  return {std::move(client), std::move(server)};
+}
+
+inline LinkPair make_tcp_pair() {
+  auto [client, server] = connected_sockets();
   LinkPair pair;
   pair.a = transport::tcp::make_link(platform::make_plain_stream(std::move(client)), {});
   pair.b = transport::tcp::make_link(platform::make_plain_stream(std::move(server)), {});

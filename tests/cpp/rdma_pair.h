@@ -19,16 +19,6 @@ struct RdmaSetup {
   bool is_watched = true;  // freed memory is seen
 };
 
-inline std::pair<platform::UniqueFd, platform::UniqueFd> connected_sockets() {
-  auto listener = platform::listen_tcp("127.0.0.1", 0, 0).value();
-  const auto deadline = platform::real_clock().now_ns() + base::ms_to_ns(10'000);
-  auto client = platform::connect_tcp("127.0.0.1", listener.port, deadline).value();
-  platform::UniqueFd server;
-  while (!(server = platform::accept_one(listener.fd.get()))) platform::yield_thread();
-  if (!platform::configure_stream(server.get()).is_ok()) std::abort();
-  return {std::move(client), std::move(server)};
-}
-
 // The two ends, not yet established.
 inline RdmaPair begin_rdma_pair(const RdmaSetup& setup,
                                 std::vector<std::shared_ptr<platform::verbs::Port>> ports[2]) {

@@ -100,7 +100,6 @@ class Registrations {
   Result<std::shared_ptr<Registered>> acquire_device(const void* data, std::uint64_t bytes,
                                                      unsigned access);
   const RegistrationCounters& counters() const { return counters_; }
-  std::size_t num_kept() const { return kept_.size(); }
 
  private:
   struct Kept {
