@@ -21,7 +21,7 @@ class ShardBarrier:
 
     Args:
         comm: the group.
-        num_shards: 1 to 65536; 128 bytes of memory each and peer.
+        num_shards: 1 to 65536; each takes 64 bytes for this rank and for every peer.
 
     Errors: InvalidUsageError (ranks ask for different numbers), SystemFailureError.
     """

@@ -200,11 +200,11 @@ void RdmaLink::break_rail(std::size_t r, int status, const std::string& why, Tim
     drain_failure_ = drained;  // may be inside a call of the core's: told at the next turn
   }
   rail.state = State::kBroken;
-  rail.is_revoking = why.empty();
-  if (!rail.is_revoking) ++rail.num_failures;
+  const bool is_revoking = why.empty();
+  if (!is_revoking) ++rail.num_failures;
   // At once after a break on purpose, here or there; a rail that does not come up waits longer each
   // time.
-  const bool is_on_purpose = rail.is_revoking || (was_up && why == kPeerReset);
+  const bool is_on_purpose = is_revoking || (was_up && why == kPeerReset);
   rail.retry_at = is_on_purpose
                       ? now
                       : now + (kRetryFirstNs << std::min(rail.num_failures, kRetryDoublingsMax));

@@ -170,7 +170,6 @@ class Rail {
   std::uint64_t num_resets = 0;
   std::uint64_t bytes_under_way = 0;  // of jobs
   bool must_break = false;            // a call on it failed
-  bool is_revoking = false;           // broken on purpose, to begin anew at once
   void break_for(const Status& status) {
     must_break = true;
     last_error = status.message();
